@@ -1,0 +1,29 @@
+"""Errors that a user can cause and mend. Each message names the thing, its value and the remedy."""
+
+
+class MsdsError(ValueError):
+    """Base of every error that bad input causes; programs that embed msds can catch this one."""
+
+
+class ConfigError(MsdsError):
+    """A field of config.json, generation_config.json or tokenizer_config.json that cannot be served."""
+
+
+class CheckpointError(MsdsError):
+    """A checkpoint that is damaged, incomplete, or does not fit its config."""
+
+
+class TokenizerError(MsdsError):
+    """A tokenizer or chat template that is missing or cannot be used."""
+
+
+class PromptError(MsdsError):
+    """A prompt or message list that cannot be run: empty, too long, ids outside the vocabulary."""
+
+
+class SamplingError(MsdsError):
+    """A sampling parameter outside its range, or a combination that contradicts itself."""
+
+
+class OptionError(MsdsError):
+    """An engine option (dtype, memory, lengths) that this machine or model cannot honour."""
