@@ -1,0 +1,364 @@
+"""DeepSeek-V2 and V3 (and R1, V3.1): multi-head latent attention and DeepSeekMoE as pure functions.
+
+Papers: DeepSeek-V2 (arXiv 2405.04434), DeepSeek-V3 (arXiv 2412.19437). The two `model_type`s differ by fields of
+the config only (how experts are scored and grouped, how their weights are scaled, whether there are MTP layers).
+
+T = S * Q tokens, S sequences, Q query tokens per sequence, C context slots, D hidden, H heads, N nope features,
+R rope features, V value features, L latent (kv_lora_rank), E experts, K experts per token.
+
+The static arguments (config, plan, num_logits, depth) may be given by name outside compiled code; inside it a call by
+name costs one of the six levels of containers that graph mode allows.
+
+Attention is written twice. `forward` and `prefill` expand the latent into keys and values (naive); `decode` and
+`mtp` fold the expansion into the query and the output (absorbed) and read the latent as it lies in the cache.
+"""
+
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, ops
+
+from msds.config import DeepseekConfig
+from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs
+from msds.models.rotary import deepseek_attention_scale, rotary_constants
+from msds_graphs.plan import Plan
+from msds_graphs.specs import ArraySpec
+from msds_ops.attention import attend, attend_latent, causal_mask
+from msds_ops.cache import cache_read, cache_write, context_mask
+from msds_ops.linear import linear, linear_float32, swiglu_mlp
+from msds_ops.moe import moe_experts, scores_from_logits, select_groups, top_experts
+from msds_ops.norm import rms_norm
+from msds_ops.rope import rope_cos_sin, rotate_interleaved
+
+LATENT_NORM_EPS = 1e-6
+"""q_a_layernorm and kv_a_layernorm take their default epsilon in the published code, not config.rms_norm_eps."""
+
+_bmm = ops.BatchMatMul()
+_bmm_nt = ops.BatchMatMul(transpose_b=True)
+
+
+# --- specs ---------------------------------------------------------------------------------------------------
+
+
+def spec(config: DeepseekConfig, dtype: str = "float32") -> Params:
+    """The parameter tree before any array exists; gates and their biases are float32 whatever `dtype`."""
+    tree: Params = {
+        "embed_tokens": {"weight": _weight(config, dtype, ("vocab", config.vocab_size), ("embed", config.hidden_size))},
+        "layers": tuple(_layer_spec(config, dtype, config.is_moe_layer(i)) for i in range(config.num_hidden_layers)),
+        "norm": _norm_spec(config.hidden_size, dtype),
+    }
+    if not config.tie_word_embeddings:
+        head = _weight(config, dtype, ("vocab", config.vocab_size), ("embed", config.hidden_size))
+        tree["lm_head"] = {"weight": head}
+    tree["mtp"] = tuple(_mtp_spec(config, dtype) for _ in range(config.num_nextn_predict_layers))
+    return tree
+
+
+def cache_spec(config: DeepseekConfig, num_blocks: int, block_size: int, dtype: str = "float32") -> Cache:
+    """The paged cache: per layer the normed latent and the rotated rope key of each token, [blocks, slots, L + R]."""
+    width = config.kv_lora_rank + config.qk_rope_head_dim
+    page = ArraySpec((num_blocks, block_size, width), dtype, axes=("blocks", None, "kv_lora"))
+    return {
+        "layers": tuple({"latent": page} for _ in range(config.num_hidden_layers)),
+        "mtp": tuple({"latent": page} for _ in range(config.num_nextn_predict_layers)),
+    }
+
+
+def _weight(config: DeepseekConfig, dtype: str, *dims: tuple[str | None, int]) -> ArraySpec:
+    axes, shape = zip(*dims, strict=True)
+    return ArraySpec(shape, dtype, axes=axes, init=("normal", config.initializer_range))
+
+
+def _norm_spec(features: int, dtype: str, axis: str = "embed") -> Params:
+    return {"weight": ArraySpec((features,), dtype, axes=(axis,), init="ones")}
+
+
+def _mtp_spec(config: DeepseekConfig, dtype: str) -> Params:
+    hidden = config.hidden_size
+    return _layer_spec(config, dtype, config.n_routed_experts > 0) | {
+        "enorm": _norm_spec(hidden, dtype),
+        "hnorm": _norm_spec(hidden, dtype),
+        "eh_proj": {"weight": _weight(config, dtype, ("embed", hidden), (None, 2 * hidden))},
+        "shared_head": {"norm": _norm_spec(hidden, dtype)},
+    }
+
+
+def _layer_spec(config: DeepseekConfig, dtype: str, is_moe: bool) -> Params:
+    return {
+        "input_layernorm": _norm_spec(config.hidden_size, dtype),
+        "self_attn": _attention_spec(config, dtype),
+        "post_attention_layernorm": _norm_spec(config.hidden_size, dtype),
+        "mlp": _moe_spec(config, dtype) if is_moe else _mlp_spec(config, dtype, config.intermediate_size),
+    }
+
+
+def _attention_spec(config: DeepseekConfig, dtype: str) -> Params:
+    embed, heads = ("embed", config.hidden_size), config.num_attention_heads
+    query = ("heads", heads * config.qk_head_dim)
+    latent_and_rope = config.kv_lora_rank + config.qk_rope_head_dim
+    expanded = heads * (config.qk_nope_head_dim + config.v_head_dim)
+
+    def biased(weight: ArraySpec) -> Params:
+        if not config.attention_bias:
+            return {"weight": weight}
+        return {"weight": weight, "bias": ArraySpec(weight.shape[:1], dtype, axes=weight.axes[:1])}
+
+    tree: Params = {}
+    if config.q_lora_rank is None:
+        tree["q_proj"] = {"weight": _weight(config, dtype, query, embed)}
+    else:
+        q_lora = ("q_lora", config.q_lora_rank)
+        tree["q_a_proj"] = biased(_weight(config, dtype, q_lora, embed))
+        tree["q_a_layernorm"] = _norm_spec(config.q_lora_rank, dtype, "q_lora")
+        tree["q_b_proj"] = {"weight": _weight(config, dtype, query, q_lora)}
+    kv_lora = ("kv_lora", config.kv_lora_rank)
+    tree["kv_a_proj_with_mqa"] = biased(_weight(config, dtype, ("kv_lora", latent_and_rope), embed))
+    tree["kv_a_layernorm"] = _norm_spec(config.kv_lora_rank, dtype, "kv_lora")
+    tree["kv_b_proj"] = {"weight": _weight(config, dtype, ("heads", expanded), kv_lora)}
+    tree["o_proj"] = biased(_weight(config, dtype, embed, ("heads", heads * config.v_head_dim)))
+    return tree
+
+
+def _mlp_spec(config: DeepseekConfig, dtype: str, width: int) -> Params:
+    embed, mlp = ("embed", config.hidden_size), ("mlp", width)
+    return {
+        "gate_proj": {"weight": _weight(config, dtype, mlp, embed)},
+        "up_proj": {"weight": _weight(config, dtype, mlp, embed)},
+        "down_proj": {"weight": _weight(config, dtype, embed, mlp)},
+    }
+
+
+def _moe_spec(config: DeepseekConfig, dtype: str) -> Params:
+    embed, experts = ("embed", config.hidden_size), ("experts", config.n_routed_experts)
+    width = ("expert_mlp", config.moe_intermediate_size)
+    gate: Params = {"weight": _weight(config, "float32", experts, embed)}
+    if config.topk_method == "noaux_tc":
+        gate["e_score_correction_bias"] = ArraySpec((config.n_routed_experts,), "float32", axes=("experts",))
+    tree: Params = {
+        "gate": gate,
+        "experts": {
+            "gate_proj": _weight(config, dtype, experts, width, embed),
+            "up_proj": _weight(config, dtype, experts, width, embed),
+            "down_proj": _weight(config, dtype, experts, embed, width),
+        },
+    }
+    if config.n_shared_experts:
+        tree["shared_experts"] = _mlp_spec(config, dtype, config.n_shared_experts * config.moe_intermediate_size)
+    return tree
+
+
+# --- derived weights -----------------------------------------------------------------------------------------
+
+
+def derive(params: Params, *, config: DeepseekConfig) -> Params:
+    """The canonical tree plus what `decode` and `mtp` want beside it: kv_b_proj cut into its two absorbed halves.
+
+    Per attention `absorbed`: `w_uk` [H, N, L] (keys from the latent) and `w_uv` [H, V, L] (values from it), copies
+    of the final, already dequantised kv_b_proj. NumPy arrays in, NumPy arrays out.
+    """
+
+    def with_absorbed(layer: Params) -> Params:
+        kv_b = layer["self_attn"]["kv_b_proj"]["weight"]
+        kv_b = kv_b.reshape(config.num_attention_heads, -1, config.kv_lora_rank)  # [H, N + V, L]
+        absorbed = {
+            "w_uk": np.ascontiguousarray(kv_b[:, : config.qk_nope_head_dim]),
+            "w_uv": np.ascontiguousarray(kv_b[:, config.qk_nope_head_dim :]),
+        }
+        return layer | {"self_attn": layer["self_attn"] | {"absorbed": absorbed}}
+
+    return params | {
+        "layers": tuple(with_absorbed(layer) for layer in params["layers"]),
+        "mtp": tuple(with_absorbed(layer) for layer in params["mtp"]),
+    }
+
+
+# --- steps ---------------------------------------------------------------------------------------------------
+
+
+def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) -> Outputs:
+    """The definition: teacher-forced, no cache, expanded attention.
+
+    batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool.
+    """
+    tokens, positions = batch["tokens"], batch["positions"]
+    x = embed(params, tokens)
+    rope = _rope(config, positions)
+    mask = causal_mask(positions, batch["query_lens"])
+    for layer in params["layers"]:
+        attention = layer["self_attn"]
+        normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+        q_nope, q_pe = _queries(attention, normed, rope, config)
+        latent = _latent(attention, normed, rope, config).reshape(tokens.shape[0], tokens.shape[1], -1)
+        x = x + _attend_expanded(attention, q_nope, q_pe, latent, mask, config)
+        x = x + _mlp(layer, x, config, plan)
+    return outputs(params, x, batch, tokens.shape[1], config)
+
+
+def prefill(
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int
+) -> tuple[Outputs, Cache]:
+    """A chunk of new tokens per sequence over what is already cached; expanded attention.
+
+    batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence, hidden likewise,
+    is_finite [S] over all its new tokens, and the cache with the new tokens written.
+    """
+    return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits)
+
+
+def decode(
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int
+) -> tuple[Outputs, Cache]:
+    """One or a few new tokens per sequence; absorbed attention over the latent cache. Shapes as `prefill`.
+
+    `params` is the derived tree (`derive`).
+    """
+    return _cached_step(params, cache, batch, _attend_absorbed, config, plan, num_logits)
+
+
+def mtp(
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, depth: int = 0
+) -> tuple[Outputs, Cache]:
+    """One multi-token-prediction step (DeepSeek-V3, section 2.2) with its own cache layer; absorbed attention.
+
+    batch as `prefill` plus `hidden` [S, Q, D]. For position i: hidden is the state of position i that the main
+    model (after its final norm) or the previous depth returned, tokens the token at i + 1, positions i itself;
+    rotary attention sees differences of positions only. Logits predict the token at i + 2.
+    `params` is the derived tree.
+    """
+    layer, page = params["mtp"][depth], cache["mtp"][depth]
+    tokens, positions = batch["tokens"], batch["positions"]
+    embedded = rms_norm(embed(params, tokens), layer["enorm"]["weight"], config.rms_norm_eps)
+    hidden = batch["hidden"].reshape(embedded.shape)
+    hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
+    x = linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
+    x, page = _cached_layer(layer, page, x, batch, _rope(config, positions), _attend_absorbed, config, plan)
+    out = outputs(params | {"norm": layer["shared_head"]["norm"]}, x, batch, num_logits, config)
+    pages = cache["mtp"][:depth] + (page,) + cache["mtp"][depth + 1 :]
+    return out, {"layers": cache["layers"], "mtp": pages}
+
+
+def _cached_step(
+    params: Params, cache: Cache, batch: Batch, attention: Any, config: DeepseekConfig, plan: Plan, num_logits: int
+) -> tuple[Outputs, Cache]:
+    x = embed(params, batch["tokens"])
+    rope = _rope(config, batch["positions"])
+    pages = ()
+    for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
+        x, page = _cached_layer(layer, page, x, batch, rope, attention, config, plan)
+        pages = pages + (page,)
+    return outputs(params, x, batch, num_logits, config), {"layers": pages, "mtp": cache["mtp"]}
+
+
+def _cached_layer(
+    layer: Params, page: Params, x: Tensor, batch: Batch, rope: Any, attention: Any, config: DeepseekConfig, plan: Plan
+) -> tuple[Tensor, Params]:
+    """[T, D] through one layer: write the new latents first, then attend over what the write returned."""
+    params = layer["self_attn"]
+    normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+    q_nope, q_pe = _queries(params, normed, rope, config)
+    new = _latent(params, normed, rope, config)
+    slots = batch["slot_mapping"].reshape(-1)
+    latent = cache_write(page["latent"], new, slots, impl=plan.implementation("cache_write"))
+    context = cache_read(latent, batch["block_tables"])  # [S, C, L + R]
+    mask = context_mask(batch["positions"], context.shape[1])
+    x = x + attention(params, q_nope, q_pe, context, mask, config)
+    return x + _mlp(layer, x, config, plan), {"latent": latent}
+
+
+# --- attention -----------------------------------------------------------------------------------------------
+
+
+def _rope(config: DeepseekConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    inv_freq, amplitude = rotary_constants(config, config.qk_rope_head_dim)
+    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude)
+
+
+def _queries(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
+    """[T, D] -> q_nope [T, H, N], q_pe [T, H, R] rotated."""
+    if config.q_lora_rank is None:
+        q = linear(params["q_proj"], x)
+    else:
+        q_latent = linear(params["q_a_proj"], x)
+        q = linear(params["q_b_proj"], rms_norm(q_latent, params["q_a_layernorm"]["weight"], LATENT_NORM_EPS))
+    q = q.reshape(x.shape[0], config.num_attention_heads, config.qk_head_dim)
+    q_nope, q_pe = q[:, :, : config.qk_nope_head_dim], q[:, :, config.qk_nope_head_dim :]
+    return q_nope, rotate_interleaved(q_pe, rope[0], rope[1])
+
+
+def _latent(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> Tensor:
+    """What the cache holds of a token: the normed latent, then its rotated rope key: [T, D] -> [T, L + R]."""
+    compressed = linear(params["kv_a_proj_with_mqa"], x)
+    kv_latent = compressed[:, : config.kv_lora_rank]
+    k_pe = compressed[:, config.kv_lora_rank :].expand_dims(1)  # [T, 1, R], shared by all heads
+    kv_latent = rms_norm(kv_latent, params["kv_a_layernorm"]["weight"], LATENT_NORM_EPS)
+    return ops.concat((kv_latent, rotate_interleaved(k_pe, rope[0], rope[1])[:, 0]), -1)
+
+
+def _attend_expanded(
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, mask: Tensor, config: DeepseekConfig
+) -> Tensor:
+    """Naive MLA: expand every context latent into keys and values of every head.
+
+    q_nope [T, H, N], q_pe [T, H, R], latent [S, C, L + R], mask [S, Q, C] -> [T, D].
+    """
+    sequences, queries, context = mask.shape
+    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    kv_latent, k_pe = latent[:, :, : config.kv_lora_rank], latent[:, :, config.kv_lora_rank :]
+    kv = linear(params["kv_b_proj"], kv_latent.reshape(sequences * context, -1))
+    kv = kv.reshape(sequences, context, heads, nope + config.v_head_dim)
+    k_pe = ops.broadcast_to(k_pe.expand_dims(2), (sequences, context, heads, config.qk_rope_head_dim))
+    k = ops.concat((kv[:, :, :, :nope], k_pe), -1)  # [S, C, H, N + R]
+    q = ops.concat((q_nope, q_pe), -1).reshape(sequences, queries, heads, config.qk_head_dim)
+    out = attend(q, k, kv[:, :, :, nope:], mask, deepseek_attention_scale(config))
+    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+
+
+def _attend_absorbed(
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, mask: Tensor, config: DeepseekConfig
+) -> Tensor:
+    """MLA in the latent space: q W_UK against the latent itself, W_UV after the softmax. Shapes as the naive one."""
+    sequences, queries, _ = mask.shape
+    heads = config.num_attention_heads
+    w_uk, w_uv = params["absorbed"]["w_uk"], params["absorbed"]["w_uv"]
+    q_latent = _bmm(q_nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2)  # [T, H, L]
+    q = ops.concat((q_latent, q_pe), -1).reshape(sequences, queries, heads, -1)
+    out = attend_latent(q, latent, mask, deepseek_attention_scale(config))
+    out = out.reshape(sequences * queries, heads, -1)[:, :, : config.kv_lora_rank]
+    out = _bmm_nt(out.transpose(1, 0, 2), w_uv).transpose(1, 0, 2)  # [T, H, V]
+    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+
+
+# --- feed-forward --------------------------------------------------------------------------------------------
+
+
+def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor:
+    """The feed-forward half of a layer, norm included: [T, D] -> [T, D]."""
+    params = layer["mlp"]
+    x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+    if "gate" not in params:
+        return swiglu_mlp(params, x)
+    topk_idx, weights = route(params["gate"], x, config)
+    y = moe_experts(x, topk_idx, weights, params["experts"], impl=plan.implementation("moe_experts"))
+    if config.n_shared_experts:
+        y = y + swiglu_mlp(params["shared_experts"], x)
+    return y
+
+
+def route(gate: Params, x: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
+    """Which experts and how much of each, in float32: [T, D] -> topk_idx [T, K] int32, weights [T, K] float32.
+
+    The correction bias only ranks; the mixture uses the plain scores (DeepSeek-V3, equations 12-16).
+    """
+    scores = scores_from_logits(linear_float32(gate["weight"], x), config.scoring_func)
+    choice = scores
+    if config.topk_method == "noaux_tc":
+        choice = choice + gate["e_score_correction_bias"]
+    if config.topk_method != "greedy" and config.n_group > 1:
+        by_top2 = config.topk_method == "noaux_tc"
+        choice = select_groups(choice, config.n_group, config.topk_group, by_top2=by_top2)
+    topk_idx, weights = top_experts(choice, scores, config.num_experts_per_tok)
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return topk_idx, weights * config.routed_scaling_factor

@@ -1,0 +1,49 @@
+"""The two ends of every decoder: embedding on one side, final norm and head on the other.
+
+S sequences, Q query tokens per sequence, D hidden.
+"""
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from msds.config import ModelConfig
+from msds_ops.linear import linear
+from msds_ops.norm import rms_norm
+
+Params = dict[str, Any]
+Cache = dict[str, Any]
+Batch = dict[str, Tensor]
+Outputs = dict[str, Tensor]
+
+
+def embed(params: Params, tokens: Tensor) -> Tensor:
+    """[S, Q] int32 -> [S * Q, D]."""
+    return ops.gather(params["embed_tokens"]["weight"], tokens.reshape(-1), 0)  # [T, D]
+
+
+def outputs(params: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig) -> Outputs:
+    """Final norm and head for the last `num_logits` real tokens of each sequence: x [S * Q, D] -> logits
+    [S, num_logits, vocab] float32, hidden [S, num_logits, D], is_finite [S] bool (over all real tokens)."""
+    sequences, queries = batch["tokens"].shape
+    hidden = rms_norm(x, params["norm"]["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
+    index = ops.arange(0, queries, dtype=ms.int32).expand_dims(0)
+    is_padding = index >= batch["query_lens"].expand_dims(1)
+    is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding).all(-1)
+    if num_logits < queries:
+        hidden = last_rows(hidden, batch["query_lens"], num_logits)
+    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    logits = linear(head, hidden.reshape(sequences * num_logits, -1)).astype(ms.float32)
+    return {"logits": logits.reshape(sequences, num_logits, -1), "hidden": hidden, "is_finite": is_finite}
+
+
+def last_rows(hidden: Tensor, query_lens: Tensor, count: int) -> Tensor:
+    """The last `count` real rows of each sequence: [S, Q, D], [S] -> [S, count, D].
+
+    Row j of the result is token query_lens - count + j; where a sequence is shorter, its first rows repeat.
+    """
+    sequences, queries, features = hidden.shape
+    row = query_lens.expand_dims(1) - count + ops.arange(0, count, dtype=ms.int32).expand_dims(0)
+    row = ops.maximum(row, 0) + queries * ops.arange(0, sequences, dtype=ms.int32).expand_dims(1)
+    return ops.gather(hidden.reshape(-1, features), row.reshape(-1), 0).reshape(sequences, count, features)

@@ -1,0 +1,162 @@
+"""Llama and Qwen2 decoders (the R1-Distill models): grouped-query attention and SwiGLU as pure functions.
+
+The two `model_type`s differ by biases only. T = S * Q tokens, S sequences, Q query tokens per sequence, C context
+slots, D hidden, H query heads, G key/value heads, K head features.
+"""
+
+from typing import Any
+
+from mindspore import Tensor
+
+from msds.config import LlamaConfig
+from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs
+from msds.models.rotary import rotary_constants
+from msds_graphs.plan import Plan
+from msds_graphs.specs import ArraySpec
+from msds_ops.attention import attend, causal_mask
+from msds_ops.cache import cache_read, cache_write, context_mask
+from msds_ops.linear import linear, swiglu_mlp
+from msds_ops.norm import rms_norm
+from msds_ops.rope import rope_cos_sin, rotate_half
+
+# --- specs ---------------------------------------------------------------------------------------------------
+
+
+def spec(config: LlamaConfig, dtype: str = "float32") -> Params:
+    """The parameter tree before any array exists."""
+    vocabulary = ("vocab", config.vocab_size), ("embed", config.hidden_size)
+    tree: Params = {
+        "embed_tokens": _linear_spec(config, dtype, *vocabulary),
+        "layers": tuple(_layer_spec(config, dtype) for _ in range(config.num_hidden_layers)),
+        "norm": _norm_spec(config, dtype),
+    }
+    if not config.tie_word_embeddings:
+        tree["lm_head"] = _linear_spec(config, dtype, *vocabulary)
+    return tree
+
+
+def cache_spec(config: LlamaConfig, num_blocks: int, block_size: int, dtype: str = "float32") -> Cache:
+    """The paged cache: per layer rotated keys and values, [blocks, slots, G, K] each."""
+    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+    page = ArraySpec(shape, dtype, axes=("blocks", None, "kv_heads", None))
+    return {"layers": tuple({"k": page, "v": page} for _ in range(config.num_hidden_layers))}
+
+
+def _linear_spec(
+    config: LlamaConfig, dtype: str, out: tuple[str, int], into: tuple[str, int], *, bias: bool = False
+) -> Params:
+    weight = ArraySpec((out[1], into[1]), dtype, axes=(out[0], into[0]), init=("normal", config.initializer_range))
+    if not bias:
+        return {"weight": weight}
+    return {"weight": weight, "bias": ArraySpec((out[1],), dtype, axes=(out[0],))}
+
+
+def _norm_spec(config: LlamaConfig, dtype: str) -> Params:
+    return {"weight": ArraySpec((config.hidden_size,), dtype, axes=("embed",), init="ones")}
+
+
+def _layer_spec(config: LlamaConfig, dtype: str) -> Params:
+    embed_axis, mlp = ("embed", config.hidden_size), ("mlp", config.intermediate_size)
+    q = ("heads", config.num_attention_heads * config.head_dim)
+    kv = ("kv_heads", config.num_key_value_heads * config.head_dim)
+    return {
+        "input_layernorm": _norm_spec(config, dtype),
+        "self_attn": {
+            "q_proj": _linear_spec(config, dtype, q, embed_axis, bias=config.attention_bias),
+            "k_proj": _linear_spec(config, dtype, kv, embed_axis, bias=config.attention_bias),
+            "v_proj": _linear_spec(config, dtype, kv, embed_axis, bias=config.attention_bias),
+            "o_proj": _linear_spec(config, dtype, embed_axis, q, bias=config.attention_out_bias),
+        },
+        "post_attention_layernorm": _norm_spec(config, dtype),
+        "mlp": {
+            "gate_proj": _linear_spec(config, dtype, mlp, embed_axis, bias=config.mlp_bias),
+            "up_proj": _linear_spec(config, dtype, mlp, embed_axis, bias=config.mlp_bias),
+            "down_proj": _linear_spec(config, dtype, embed_axis, mlp, bias=config.mlp_bias),
+        },
+    }
+
+
+def derive(params: Params, *, config: LlamaConfig) -> Params:
+    """The canonical tree: these models need nothing beside it."""
+    return params
+
+
+# --- steps ---------------------------------------------------------------------------------------------------
+
+
+def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> Outputs:
+    """The definition: teacher-forced, no cache.
+
+    batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool.
+    """
+    sequences, queries = batch["tokens"].shape
+    x = embed(params, batch["tokens"])
+    rope = _rope(config, batch["positions"])
+    mask = causal_mask(batch["positions"], batch["query_lens"])
+    for layer in params["layers"]:
+        q, k, v = _project(layer, x, rope, config)
+        k = k.reshape(sequences, queries, k.shape[1], k.shape[2])
+        v = v.reshape(sequences, queries, v.shape[1], v.shape[2])
+        x = x + _attend(layer["self_attn"], q, k, v, mask, config)
+        x = x + _mlp(layer, x, config)
+    return outputs(params, x, batch, queries, config)
+
+
+def prefill(
+    params: Params, cache: Cache, batch: Batch, config: LlamaConfig, plan: Plan, num_logits: int
+) -> tuple[Outputs, Cache]:
+    """New tokens per sequence over what is already cached.
+
+    batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence, hidden likewise,
+    is_finite [S] over all its new tokens, and the cache with the new tokens written.
+    """
+    x = embed(params, batch["tokens"])
+    rope = _rope(config, batch["positions"])
+    slots = batch["slot_mapping"].reshape(-1)
+    impl = plan.implementation("cache_write")
+    pages = ()
+    for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
+        q, k, v = _project(layer, x, rope, config)
+        page_k = cache_write(page["k"], k, slots, impl=impl)
+        page_v = cache_write(page["v"], v, slots, impl=impl)
+        context_k = cache_read(page_k, batch["block_tables"])  # [S, C, G, K]
+        context_v = cache_read(page_v, batch["block_tables"])
+        mask = context_mask(batch["positions"], context_k.shape[1])
+        x = x + _attend(layer["self_attn"], q, context_k, context_v, mask, config)
+        x = x + _mlp(layer, x, config)
+        pages = pages + ({"k": page_k, "v": page_v},)
+    return outputs(params, x, batch, num_logits, config), {"layers": pages}
+
+
+decode = prefill
+"""One or a few new tokens per sequence: with keys and values in the cache, the same mathematics as a chunk."""
+
+
+def _rope(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    inv_freq, amplitude = rotary_constants(config, config.head_dim)
+    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude)
+
+
+def _project(layer: Params, x: Tensor, rope: Any, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, D] -> rotated q [T, H, K], rotated k [T, G, K], v [T, G, K]."""
+    params = layer["self_attn"]
+    x = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+    q = linear(params["q_proj"], x).reshape(x.shape[0], config.num_attention_heads, config.head_dim)
+    k = linear(params["k_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
+    v = linear(params["v_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
+    return rotate_half(q, rope[0], rope[1]), rotate_half(k, rope[0], rope[1]), v
+
+
+def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: LlamaConfig) -> Tensor:
+    """q [T, H, K], k and v [S, C, G, K], mask [S, Q, C] -> [T, D]."""
+    sequences, queries, _ = mask.shape
+    q = q.reshape(sequences, queries, config.num_attention_heads, config.head_dim)
+    out = attend(q, k, v, mask, config.head_dim**-0.5)
+    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+
+
+def _mlp(layer: Params, x: Tensor, config: LlamaConfig) -> Tensor:
+    x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+    return swiglu_mlp(layer["mlp"], x)

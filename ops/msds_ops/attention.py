@@ -1,0 +1,76 @@
+"""Softmax attention in the shapes that the models need.
+
+S sequences, Q queries per sequence, C context slots, H query heads, G key/value heads, K head features,
+V value features.
+"""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+_bmm = ops.BatchMatMul()
+_bmm_nt = ops.BatchMatMul(transpose_b=True)
+
+
+def masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    """Softmax over the last axis in float32 where `mask` holds, 0 elsewhere; every row must have one True."""
+    scores = scores.astype(ms.float32)
+    return ops.softmax(ops.masked_fill(scores, ops.logical_not(mask), float("-inf")), -1)
+
+
+def causal_mask(positions: Tensor, query_lens: Tensor) -> Tensor:
+    """Row q sees column k where k is a real token at no later position: [S, Q], [S] -> [S, Q, Q] bool."""
+    index = ops.arange(0, positions.shape[1], dtype=ms.int32)
+    is_real = index.reshape(1, 1, -1) < query_lens.reshape(-1, 1, 1)
+    is_self = index.expand_dims(1) == index.expand_dims(0)  # a padding row sees itself, so that softmax is finite
+    earlier = positions.expand_dims(1) <= positions.expand_dims(2)
+    return ops.logical_or(ops.logical_and(earlier, is_real), is_self.expand_dims(0))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Grouped-query attention: q [S, Q, H, K], k [S, C, G, K], v [S, C, G, V], mask [S, Q, C] -> [S, Q, H, V].
+
+    Query head h reads key head h // (H / G).
+    """
+    sequences, queries, heads, key_dim = q.shape
+    context, groups, value_dim = v.shape[1:]
+    rows = heads // groups * queries
+    q = q.reshape(sequences, queries, groups, heads // groups, key_dim)
+    q = q.transpose(0, 2, 3, 1, 4).reshape(sequences, groups, rows, key_dim)  # [S, G, H/G * Q, K]
+    scores = _bmm_nt(q * scale, k.transpose(0, 2, 1, 3))  # [S, G, H/G * Q, C]
+    scores = scores.reshape(sequences, heads, queries, context)
+    probabilities = masked_softmax(scores, mask.expand_dims(1)).astype(v.dtype)
+    probabilities = probabilities.reshape(sequences, groups, rows, context)
+    out = _bmm(probabilities, v.transpose(0, 2, 1, 3))  # [S, G, H/G * Q, V]
+    return out.reshape(sequences, heads, queries, value_dim).transpose(0, 2, 1, 3)
+
+
+def attend_latent(q: Tensor, latent: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Multi-query attention whose values are its keys: q [S, Q, H, F], latent [S, C, F], mask [S, Q, C]
+    -> [S, Q, H, F].
+
+    The core of absorbed MLA (DeepSeek-V2, section 2.1.2): the latent is read as it lies in the cache, once for
+    all heads, and never expanded.
+    """
+    sequences, queries, heads, features = q.shape
+    context = latent.shape[1]
+    rows = q.reshape(sequences, queries * heads, features) * scale
+    scores = _bmm_nt(rows, latent).reshape(sequences, queries, heads, context)
+    probabilities = masked_softmax(scores, mask.expand_dims(2)).astype(latent.dtype)
+    out = _bmm(probabilities.reshape(sequences, queries * heads, context), latent)
+    return out.reshape(sequences, queries, heads, features)
+
+
+def attend_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:
+    """`attend` in float64, one head at a time."""
+    sequences, queries, heads, _ = q.shape
+    groups = k.shape[2]
+    out = np.zeros((sequences, queries, heads, v.shape[-1]))
+    for s in range(sequences):
+        for h in range(heads):
+            g = h // (heads // groups)
+            scores = q[s, :, h].astype(np.float64) @ k[s, :, g].T * scale
+            scores = np.where(mask[s], scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[s, :, h] = weights / weights.sum(-1, keepdims=True) @ v[s, :, g]
+    return out

@@ -1,0 +1,160 @@
+"""Mixture of experts: routing and the expert products (DeepSeekMoE, Dai et al. 2024; DeepSeek-V3, section 2.1.2).
+
+T tokens, D features, E experts, G groups, K experts per token, I expert width, N row blocks of M rows.
+
+Top-k is done by rank: the rank of a score is how many beat it, ties going to the lower index. It needs comparisons
+only, is the same on every device, and the built-in top-k costs milliseconds per call on a CPU.
+"""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+_bmm_nt = ops.BatchMatMul(transpose_b=True)
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def rank_descending(scores: Tensor) -> Tensor:
+    """How many scores of the row come before each: [..., E] -> [..., E] int32; ties by lowest index."""
+    size = scores.shape[-1]
+    mine, other = scores.expand_dims(-1), scores.expand_dims(-2)
+    index = ops.arange(0, size, dtype=ms.int32)
+    earlier = index.expand_dims(0) < index.expand_dims(1)  # [E, E]: the other stands before me
+    beats = ops.logical_or(other > mine, ops.logical_and(other == mine, earlier))
+    return beats.astype(ms.int32).sum(-1)
+
+
+def scores_from_logits(logits: Tensor, scoring_func: str) -> Tensor:
+    """Expert affinities: [T, E] float32, `sigmoid` (V3) or `softmax` (V2)."""
+    if scoring_func == "sigmoid":
+        return ops.sigmoid(logits)
+    return ops.softmax(logits, -1)
+
+
+def select_groups(choice: Tensor, num_groups: int, num_kept: int, *, by_top2: bool) -> Tensor:
+    """Node-limited routing: keep the best groups, give the others -inf: [T, E] -> [T, E].
+
+    A group's score is the sum of its two best (V3, `noaux_tc`) or its best (V2, `group_limited_greedy`).
+    """
+    tokens, experts = choice.shape
+    grouped = choice.reshape(tokens, num_groups, experts // num_groups)
+    group_scores = ops.amax(grouped, -1)  # [T, G]
+    if by_top2 and experts > num_groups:
+        ranks = rank_descending(grouped)
+        second = ops.masked_fill(grouped, ranks != 1, 0.0).sum(-1)
+        group_scores = group_scores + second
+    kept = rank_descending(group_scores) < num_kept  # [T, G]
+    return ops.masked_fill(grouped, ops.logical_not(kept).expand_dims(-1), NEGATIVE_INFINITY).reshape(tokens, experts)
+
+
+def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
+    """The best K by `choice`, best first, and their `scores`: two [T, E] -> topk_idx [T, K] int32, weights [T, K]."""
+    experts = choice.shape[-1]
+    slots = ops.arange(0, num_chosen, dtype=ms.int32).reshape(1, -1, 1)
+    chosen = rank_descending(choice).expand_dims(1) == slots  # [T, K, E], one True per row
+    index = ops.arange(0, experts, dtype=ms.int32).reshape(1, 1, -1)
+    topk_idx = (chosen.astype(ms.int32) * index).sum(-1)
+    weights = ops.masked_fill(scores.expand_dims(1), ops.logical_not(chosen), 0.0).sum(-1)
+    return topk_idx, weights
+
+
+def moe_experts(
+    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], *, impl: str
+) -> Tensor:
+    """sum_k weight_k * SwiGLU expert_k(x): [T, D], two [T, K] -> [T, D].
+
+    `node` holds gate_proj and up_proj [E, I, D], down_proj [E, D, I]. `reference` computes every
+    expert for every token; `portable` computes only chosen pairs.
+    """
+    if impl == "reference":
+        return _experts_dense(x, topk_idx, weights, node)
+    return _experts_blocked(x, topk_idx, weights, node)
+
+
+def _experts_dense(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
+    experts = node["gate_proj"].shape[0]
+    index = ops.arange(0, experts, dtype=ms.int32).reshape(1, 1, -1)
+    hit = (topk_idx.expand_dims(-1) == index).astype(weights.dtype)  # [T, K, E]
+    mixture = (hit * weights.expand_dims(-1)).sum(1)  # [T, E]
+    rows = ops.broadcast_to(x.expand_dims(0), (experts, *x.shape))  # [E, T, D]
+    y = _swiglu_rows(rows, node["gate_proj"], node["up_proj"], node["down_proj"])
+    return (y * mixture.T.expand_dims(-1).astype(y.dtype)).sum(0)
+
+
+def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
+    """Sort the T*K pairs by expert into blocks of M rows of one expert each, one batched product over blocks."""
+    tokens, features = x.shape
+    chosen = topk_idx.shape[1]
+    experts = node["gate_proj"].shape[0]
+    block_rows, num_blocks = block_shape(tokens * chosen, experts)
+    if block_rows == 1:  # pair order is as good as any
+        block_expert = topk_idx.reshape(-1)
+        rows = ops.repeat_interleave(x, chosen, 0).expand_dims(1)  # [T * K, 1, D]
+        place = None
+    else:
+        place, block_expert = place_pairs(topk_idx.reshape(-1), experts, block_rows, num_blocks)
+        token_of_pair = ops.arange(0, tokens * chosen, dtype=ms.int32) // chosen
+        source = ops.full((num_blocks * block_rows,), tokens, dtype=ms.int32)  # empty places read the zero row
+        source = ops.tensor_scatter_update(source, place.expand_dims(-1), token_of_pair)
+        padded = ops.concat((x, ops.zeros((1, features), x.dtype)), 0)
+        rows = ops.gather(padded, source, 0).reshape(num_blocks, block_rows, features)
+    gate = ops.gather(node["gate_proj"], block_expert, 0)  # [N, I, D]
+    up = ops.gather(node["up_proj"], block_expert, 0)
+    down = ops.gather(node["down_proj"], block_expert, 0)
+    y = _swiglu_rows(rows, gate, up, down).reshape(num_blocks * block_rows, features)
+    if place is not None:
+        y = ops.gather(y, place, 0)
+    y = y.reshape(tokens, chosen, features) * weights.expand_dims(-1).astype(y.dtype)
+    return y.sum(1)
+
+
+def block_shape(pairs: int, experts: int) -> tuple[int, int]:
+    """Rows per block and the number of blocks that always suffices for `pairs` token-expert pairs.
+
+    Blocks as tall as the mean load, so that about half of the rows are used whatever the routing; at decode,
+    where most experts get at most one token, blocks of one row and no waste at all.
+    """
+    block_rows = 1
+    while block_rows * 2 <= min(pairs // experts, 64):
+        block_rows *= 2
+    if block_rows == 1:
+        return 1, pairs
+    return block_rows, (pairs + min(experts, pairs) * (block_rows - 1)) // block_rows
+
+
+def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Row of each pair when sorted by expert into padded blocks, and the expert of each block.
+
+    expert_of_pair [T*K] int32 -> place [T*K] int32 in [0, N*M), block_expert [N] int32. Stable, no sort: a running
+    count per expert.
+    """
+    index = ops.arange(0, experts, dtype=ms.int32)
+    hit = (expert_of_pair.expand_dims(-1) == index).astype(ms.int32)  # [T*K, E]
+    running = ops.cumsum(hit, 0)
+    rank_in_expert = (running * hit).sum(-1) - 1  # [T*K]
+    blocks = (running[-1] + block_rows - 1) // block_rows  # [E]
+    block_end = ops.cumsum(blocks, 0)
+    block_start = block_end - blocks
+    place = ((hit * block_start).sum(-1) * block_rows + rank_in_expert).astype(ms.int32)
+    block = ops.arange(0, num_blocks, dtype=ms.int32).expand_dims(-1)
+    block_expert = (block >= block_end).astype(ms.int32).sum(-1)  # unused blocks at the end count all E
+    return place, ops.minimum(block_expert, experts - 1).astype(ms.int32)
+
+
+def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """[N, M, D] through per-block weights [N, I, D], [N, I, D], [N, D, I] -> [N, M, D]."""
+    return _bmm_nt(ops.silu(_bmm_nt(rows, gate)) * _bmm_nt(rows, up), down)
+
+
+def moe_experts_numpy(
+    x: np.ndarray, topk_idx: np.ndarray, weights: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
+) -> np.ndarray:
+    """`moe_experts` pair by pair in float64."""
+    x = np.asarray(x, np.float64)
+    out = np.zeros_like(x)
+    for t, (chosen, shares) in enumerate(zip(topk_idx, weights, strict=True)):
+        for e, share in zip(chosen, shares, strict=True):
+            g = gate[e].astype(np.float64) @ x[t]
+            out[t] += share * (down[e].astype(np.float64) @ (g / (1 + np.exp(-g)) * (up[e].astype(np.float64) @ x[t])))
+    return out

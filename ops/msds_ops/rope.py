@@ -1,0 +1,115 @@
+"""Rotary position embedding (Su et al. 2021) and the schemes that stretch it.
+
+T tokens, H heads, R rotated features (even).
+
+The frequency functions are host code in float32, the precision the models were trained with; the device only
+multiplies positions by them. Interleaved pairs (2i, 2i+1) are DeepSeek's layout, half split (i, i + R/2) that of
+Llama and Qwen: the checkpoint decides, not the scheme.
+"""
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+
+def default_frequencies(rope_dim: int, theta: float) -> np.ndarray:
+    """theta^(-2i/R): [R/2] float32."""
+    exponents = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
+    return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
+
+
+def linear_frequencies(rope_dim: int, theta: float, factor: float) -> np.ndarray:
+    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`; [R/2] float32."""
+    return default_frequencies(rope_dim, theta) / np.float32(factor)
+
+
+def llama3_frequencies(
+    rope_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: int,
+) -> np.ndarray:
+    """Llama 3.1's scheme: long waves divided by `factor`, short waves kept, a linear ramp between; [R/2] float32."""
+    inv_freq = default_frequencies(rope_dim, theta).astype(np.float64)
+    wavelength = 2 * math.pi / inv_freq
+    ramp = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    kept = np.clip(ramp, 0.0, 1.0)
+    return (inv_freq * (kept + (1 - kept) / factor)).astype(np.float32)
+
+
+def yarn_frequencies(
+    rope_dim: int,
+    theta: float,
+    *,
+    factor: float,
+    original_max_position_embeddings: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool = True,
+) -> np.ndarray:
+    """YaRN (Peng et al. 2023, section 3.2), NTK by parts; [R/2] float32.
+
+    Features that turn more than `beta_fast` times within the original context keep their frequency, those that
+    turn less than `beta_slow` times are divided by `factor`, a linear ramp over the feature index between. The
+    ramp's ends are rounded outwards to whole features where `truncate` is set, as DeepSeek's code always does.
+    """
+    inv_freq = default_frequencies(rope_dim, theta).astype(np.float64)
+
+    def feature_of(rotations: float) -> float:
+        turns = original_max_position_embeddings / (rotations * 2 * math.pi)
+        return rope_dim * math.log(turns) / (2 * math.log(theta))
+
+    low, high = feature_of(beta_fast), feature_of(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero; the reference code does the same
+    stretched = np.clip((np.arange(rope_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return (inv_freq * (1 - stretched + stretched / factor)).astype(np.float32)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's temperature 0.1 mscale ln(factor) + 1, and 1 where nothing is stretched."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rope_cos_sin(positions: Tensor, inv_freq: tuple[float, ...], amplitude: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, times `amplitude`: [T] int32 -> two [T, 1, R/2] float32."""
+    angles = positions.astype(ms.float32).reshape(-1, 1) * Tensor(inv_freq, ms.float32).reshape(1, -1)
+    cos, sin = ops.cos(angles), ops.sin(angles)
+    if amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.expand_dims(1), sin.expand_dims(1)
+
+
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (2i, 2i+1): [T, H, R] with cos, sin [T, 1, R/2] -> [T, H, R], components in place."""
+    pairs = x.reshape(x.shape[0], x.shape[1], -1, 2)  # [T, H, R/2, 2]
+    even, odd = pairs[:, :, :, 0], pairs[:, :, :, 1]
+    rotated = ops.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R/2): [T, H, R] with cos, sin [T, 1, R/2] -> [T, H, R]."""
+    half = x.shape[-1] // 2
+    first, second = x[:, :, :half], x[:, :, half:]
+    rotated = ops.concat((first * cos - second * sin, second * cos + first * sin), -1)
+    return rotated.astype(x.dtype)
+
+
+def rotate_numpy(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Either rotation in float64, pair by pair as complex numbers: [T, H, R] -> [T, H, R]."""
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    angles = np.asarray(positions, np.float64)[:, None, None] * np.asarray(inv_freq, np.float64)
+    turned = (first + 1j * second) * np.exp(1j * angles)
+    if interleaved:
+        return np.stack((turned.real, turned.imag), axis=-1).reshape(x.shape)
+    return np.concatenate((turned.real, turned.imag), axis=-1)
