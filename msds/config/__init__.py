@@ -1,12 +1,35 @@
 """Model configs: frozen dataclasses with Hugging Face's field names, read strictly from a folder."""
 
 from msds.config.deepseek import DeepseekConfig
+from msds.config.generation import GenerationConfig, read_generation_config
 from msds.config.llama import LlamaConfig
+from msds.config.reading import (
+    MODEL_TYPES,
+    ModelConfig,
+    config_json,
+    config_warnings,
+    parse_config,
+    read_config,
+    read_json,
+)
 from msds.config.rope import ROPE_TYPES, RopeScaling
 
-ModelConfig = DeepseekConfig | LlamaConfig
-
-__all__ = ["ROPE_TYPES", "DeepseekConfig", "LlamaConfig", "ModelConfig", "RopeScaling", "max_context"]
+__all__ = [
+    "MODEL_TYPES",
+    "ROPE_TYPES",
+    "DeepseekConfig",
+    "GenerationConfig",
+    "LlamaConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "config_json",
+    "config_warnings",
+    "max_context",
+    "parse_config",
+    "read_config",
+    "read_generation_config",
+    "read_json",
+]
 
 
 def max_context(config: ModelConfig) -> int:

@@ -1,8 +1,17 @@
 """Config of the DeepSeek-V2 and DeepSeek-V3 families: MLA attention, mixture of experts, MTP layers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from msds.config.rope import RopeScaling
+from msds.config.fields import Fault, Fields, fault, raise_faults
+from msds.config.rope import RopeScaling, read_rope
+from msds.config.shared import SIZES, nearest_divisor, odd_reason, read_shared, shared_faults, size_faults
+
+MODEL_TYPES = ("deepseek_v3", "deepseek_v2")
+TOPK_METHODS = ("noaux_tc", "group_limited_greedy", "greedy")
+SCORING_FUNCS = ("sigmoid", "softmax")
+_HEAD_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,9 @@ class DeepseekConfig:
     weight_block_size: tuple[int, int] | None = None
     """(rows, columns) that share one scale in an FP8 checkpoint; None if it is not quantised."""
 
+    def __post_init__(self) -> None:
+        raise_faults("DeepseekConfig", list(deepseek_faults(self)))
+
     @property
     def qk_head_dim(self) -> int:
         """Width of a head's query and key: the unrotated and the rotated part."""
@@ -100,3 +112,104 @@ class DeepseekConfig:
             return self.n_routed_experts > 0
         behind_dense = layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
         return self.n_routed_experts > 0 and behind_dense
+
+
+def deepseek_faults(config: DeepseekConfig) -> Iterator[Fault]:
+    """What no single field shows: sizes that do not fit each other."""
+    sizes = list(size_faults(config, (*SIZES, *_HEAD_SIZES, "n_group", "topk_group", "moe_layer_freq")))
+    if sizes:
+        yield from sizes
+        return
+    yield from shared_faults(config)
+    yield from _choice_faults(config)
+    if config.qk_rope_head_dim % 2:
+        yield fault("qk_rope_head_dim", config.qk_rope_head_dim, odd_reason(config.qk_rope_head_dim))
+    if config.n_routed_experts == 0:
+        return
+    if config.moe_intermediate_size < 1:
+        yield fault("moe_intermediate_size", config.moe_intermediate_size, "experts need a width above 0")
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    if not 1 <= chosen <= experts:
+        reason = f"must lie between 1 and n_routed_experts = {experts}"
+        yield fault("num_experts_per_tok", chosen, reason, "n_routed_experts")
+    elif config.topk_method != "greedy":
+        yield from _group_faults(config)
+
+
+def _choice_faults(config: DeepseekConfig) -> Iterator[Fault]:
+    """For configs that were not read from a file."""
+    choices = {"model_type": MODEL_TYPES, "topk_method": TOPK_METHODS, "scoring_func": SCORING_FUNCS}
+    for name, legal in choices.items():
+        if getattr(config, name) not in legal:
+            yield fault(name, getattr(config, name), f"supported: {', '.join(legal)}")
+
+
+def _group_faults(config: DeepseekConfig) -> Iterator[Fault]:
+    """The three conditions under which a token finds its experts inside its groups."""
+    experts, groups, chosen = config.n_routed_experts, config.n_group, config.num_experts_per_tok
+    smallest = 2 if config.topk_method == "noaux_tc" else 1  # noaux_tc adds up the two best of each group
+    nearest = nearest_divisor(experts, groups, smallest)
+    if nearest != groups:
+        hint = "choose topk_method greedy" if nearest is None else f"the nearest legal value is {nearest}"
+        reason = f"must divide n_routed_experts = {experts} into groups of at least {smallest}; {hint}"
+        yield fault("n_group", groups, reason, "n_routed_experts", "topk_method")
+    elif config.topk_group > groups:
+        reason = f"exceeds n_group = {groups}, the nearest legal value"
+        yield fault("topk_group", config.topk_group, reason, "n_group")
+    elif chosen > config.topk_group * (experts // groups):
+        reachable = config.topk_group * (experts // groups)
+        reason = (
+            f"topk_group = {config.topk_group} of n_group = {groups} groups hold {reachable} experts at most"
+        )
+        others = ("topk_group", "n_group", "n_routed_experts")
+        yield fault("num_experts_per_tok", chosen, f"{reason}, the nearest legal value", *others)
+
+
+def read_deepseek(fields: Fields) -> dict[str, Any]:
+    """The arguments of DeepseekConfig from a config.json; faults and warnings are recorded in `fields`."""
+    values = read_shared(fields, MODEL_TYPES)
+    theta, scaling = read_rope(fields, values["max_position_embeddings"], is_mla=True)
+    values |= {"rope_theta": theta, "rope_scaling": scaling}
+    for name in _HEAD_SIZES:
+        values[name] = fields.integer(name)
+    values["q_lora_rank"] = fields.optional_integer("q_lora_rank")
+    values["attention_bias"] = fields.flag("attention_bias", default=False)
+    values["num_nextn_predict_layers"] = fields.integer(
+        "num_nextn_predict_layers", "num_mtp_layers", minimum=0, default=0
+    )
+    values |= _read_experts(fields, is_v3=values["model_type"] == "deepseek_v3")
+    kv_heads = fields.integer("num_key_value_heads", default=values["num_attention_heads"])
+    if kv_heads != values["num_attention_heads"] and not fields.has_faults("num_attention_heads"):
+        reason = f"MLA has one key and value per head: num_attention_heads = {values['num_attention_heads']}"
+        fields.fail("num_key_value_heads", kv_heads, reason)
+    fields.only("rope_interleave", True, "DeepSeek checkpoints store rotary pairs interleaved")
+    fields.only("mlp_bias", False, "the MLPs of this family have no bias")
+    fields.skip(("head_dim", "qk_head_dim"))  # derived: transformers writes what it computed
+    fields.skip(("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef"))
+    return values
+
+
+def _read_experts(fields: Fields, *, is_v3: bool) -> dict[str, Any]:
+    """The mixture of experts. Defaults only where they are the family's definition: V3's gate is sigmoid with
+    noaux_tc and normalises, V2's is softmax, greedy and does not."""
+    experts = fields.integer("n_routed_experts", "num_local_experts", "num_experts", minimum=0, null=0)
+    method = fields.choice("topk_method", choices=TOPK_METHODS, default="noaux_tc" if is_v3 else "greedy")
+    scoring = fields.choice("scoring_func", choices=SCORING_FUNCS, default="sigmoid" if is_v3 else "softmax")
+    group_default = 1 if method == "greedy" or experts == 0 else None
+    default, least = (0, 0) if experts == 0 else (None, 1)
+    return {
+        "n_routed_experts": experts,
+        "topk_method": method,
+        "scoring_func": scoring,
+        "n_group": fields.integer("n_group", default=group_default),
+        "topk_group": fields.integer("topk_group", default=group_default),
+        "n_shared_experts": fields.integer("n_shared_experts", minimum=0, null=0, default=default),
+        "moe_intermediate_size": fields.integer("moe_intermediate_size", minimum=least, default=default),
+        "num_experts_per_tok": fields.integer("num_experts_per_tok", minimum=least, default=default),
+        "first_k_dense_replace": fields.integer("first_k_dense_replace", minimum=0, default=default),
+        "moe_layer_freq": fields.integer("moe_layer_freq", default=1),
+        "norm_topk_prob": fields.flag("norm_topk_prob", default=is_v3),
+        "routed_scaling_factor": fields.number(
+            "routed_scaling_factor", above=0.0, default=1.0 if experts == 0 or not is_v3 else None
+        ),
+    }

@@ -7,6 +7,9 @@ the softmax factor, of DeepSeek's published modelling code.
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from msds.config.fields import Fields, shown
 
 ROPE_TYPES = ("yarn", "llama3", "linear", "dynamic")
 
@@ -67,3 +70,109 @@ class RopeScaling:
 def _mscale(factor: float, mscale: float) -> float:
     """YaRN's magnitude m(mscale) = 0.1 mscale ln(factor) + 1 (1 when nothing is stretched)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def read_rope(
+    fields: Fields, max_position_embeddings: int, *, is_mla: bool
+) -> tuple[float, RopeScaling | None]:
+    """rope_theta and scaling from either spelling: `rope_theta` beside `rope_scaling` (hub), or both inside
+    `rope_parameters` (transformers 5). A file that has both must say the same twice."""
+    section = _rope_section(fields)
+    theta = fields.number("rope_theta", above=1.0, default=0.0)
+    if section is None:
+        return theta or _default_theta(fields), None
+    inner_theta = section.number("rope_theta", above=1.0, default=0.0)
+    if theta and inner_theta and theta != inner_theta:
+        section.fail("rope_theta", inner_theta, f"contradicts rope_theta = {theta:g}; keep one of them")
+    theta = theta or inner_theta or _default_theta(fields)
+    section.only("partial_rotary_factor", 1.0, "only whole heads are rotated")
+    return theta, _read_scaling(section, max_position_embeddings, is_mla)
+
+
+def _default_theta(fields: Fields) -> float:
+    """10000 is the default of every class and every published config that leaves it out (Llama 1 and 2)."""
+    fields.warn("rope_theta", "missing, taken as 10000")
+    return 10000.0
+
+
+def _rope_section(fields: Fields) -> Fields | None:
+    old, new = fields.section("rope_scaling"), fields.section("rope_parameters")
+    if old is None or new is None:
+        return old or new
+    for name in old.data.keys() & new.data.keys():
+        if old.data[name] != new.data[name]:
+            old.fail(name, old.data[name], f"contradicts rope_parameters.{name} = {shown(new.data[name])}")
+    return Fields({**new.data, **old.data}, within=fields, prefix=old.prefix)
+
+
+def _read_scaling(section: Fields, max_position_embeddings: int, is_mla: bool) -> RopeScaling | None:
+    kind = section.raw("rope_type", "type")
+    if kind is None and "factor" in section.data:
+        section.fail(
+            "rope_type", None, f"a factor without a type has no meaning; state one of {', '.join(ROPE_TYPES)}"
+        )
+    elif kind not in (None, "default", *ROPE_TYPES):
+        section.fail("rope_type", kind, f"supported: default, {', '.join(ROPE_TYPES)}")
+        return None
+    if not isinstance(kind, str) or kind == "default":
+        section.warn_of_unseen()
+        return None
+    scaling = RopeScaling(
+        rope_type=kind,
+        factor=section.number("factor", minimum=1.0),
+        original_max_position_embeddings=_original_length(section, kind, max_position_embeddings),
+        **_type_fields(section, kind, is_mla),
+    )
+    section.warn_of_unseen()
+    return scaling
+
+
+def _original_length(section: Fields, kind: str, max_position_embeddings: int) -> int:
+    """yarn and llama3 must state it: transformers would fall back on max_position_embeddings, which in most
+    such configs is the stretched length. linear does not use it, dynamic starts from the declared one."""
+    name = "original_max_position_embeddings"
+    if kind in ("yarn", "llama3"):
+        return section.integer(name)
+    return section.integer(name, default=max_position_embeddings)
+
+
+def _type_fields(section: Fields, kind: str, is_mla: bool) -> dict[str, Any]:
+    """The fields that only some types have."""
+    read: dict[str, Any] = {}
+    if kind == "llama3":
+        read["low_freq_factor"] = low = section.number("low_freq_factor", above=0.0)
+        read["high_freq_factor"] = high = section.number("high_freq_factor", above=0.0)
+        if high <= low and not section.has_faults("low_freq_factor", "high_freq_factor"):
+            section.fail("high_freq_factor", high, f"must exceed low_freq_factor = {low:g}")
+    if kind == "yarn":
+        read["beta_fast"] = fast = section.number("beta_fast", above=0.0, default=32.0)
+        read["beta_slow"] = slow = section.number("beta_slow", above=0.0, default=1.0)
+        if fast < slow and not section.has_faults("beta_fast", "beta_slow"):
+            section.fail("beta_fast", fast, f"must not be below beta_slow = {slow:g}")
+        read["truncate"] = section.flag("truncate", default=True)
+        read["attention_factor"] = section.optional_number("attention_factor", above=0.0)
+    if kind == "yarn" or is_mla:  # MLA's softmax factor does not ask for the type
+        read["mscale"] = section.number("mscale", minimum=0.0, default=1.0)
+        read["mscale_all_dim"] = section.number("mscale_all_dim", minimum=0.0, default=0.0)
+        _check_mscale(section, kind, read)
+    return read
+
+
+def _check_mscale(section: Fields, kind: str, read: dict[str, Any]) -> None:
+    """transformers ignores both when either is absent or 0, DeepSeek's code then takes 1 and 0. Where the
+    two disagree the config does not determine the model."""
+    mscale, mscale_all_dim = read["mscale"], read["mscale_all_dim"]
+    if (
+        kind != "yarn"
+        or read["attention_factor"] is not None
+        or section.has_faults("mscale", "mscale_all_dim")
+    ):
+        return
+    are_both_stated = bool(section.raw("mscale")) and bool(section.raw("mscale_all_dim"))
+    if are_both_stated or (mscale == 1.0 and mscale_all_dim == 0.0):
+        return
+    odd, other = ("mscale_all_dim", "mscale") if mscale_all_dim else ("mscale", "mscale_all_dim")
+    reason = (
+        f"without {other} > 0, DeepSeek's code and transformers scale cos and sin differently; state both"
+    )
+    section.fail(odd, read[odd], reason)
