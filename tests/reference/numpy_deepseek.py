@@ -18,10 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tests.reference.numpy_rope import inverse_frequencies, mscale, rope_settings, rotation
 
-Array = np.ndarray
+Array = NDArray[Any]
 Tensors = dict[str, Array]
 Config = dict[str, Any]
 
@@ -86,7 +87,7 @@ def rope(config: Config, positions: Array) -> tuple[Array, Array]:
 
 
 def attention(x: Array, tensors: Tensors, name: str, config: Config, cos_sin: tuple[Array, Array]) -> Array:
-    """Multi-head latent attention, keys and values expanded; token i sees the tokens 0..i. [T, D] -> [T, D]."""
+    """Multi-head latent attention, keys and values expanded, causal by row. [T, D] -> [T, D]."""
     tokens, heads, has_bias = len(x), config["num_attention_heads"], bool(config.get("attention_bias"))
     nope, rank, value = config["qk_nope_head_dim"], config["kv_lora_rank"], config["v_head_dim"]
     cos, sin = cos_sin
@@ -216,7 +217,7 @@ def mtp(
 ) -> dict[str, Array]:
     """Multi-token prediction: row i joins hidden[i] [D] with the token that follows it by depth + 1.
 
-    hidden [T, D]: the main model's for depth 0, else the previous depth's `hidden`. next_ids and positions [T]
+    hidden [T, D]: the main model's for depth 0, else the previous depth's `hidden`; next_ids, positions [T]
     belong to the tokens that are joined, positions 1..T for depth 0. Embedding and head are the main model's.
     Returns logits [T, W] and hidden [T, D] (after shared_head.norm).
     """

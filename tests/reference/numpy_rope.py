@@ -14,8 +14,9 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = np.ndarray
+Array = NDArray[Any]
 Scaling = dict[str, Any]
 
 
