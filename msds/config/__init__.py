@@ -1,5 +1,6 @@
 """Model configs: frozen dataclasses with Hugging Face's field names, read strictly from a folder."""
 
+from msds.config.counting import ParameterCount, count_parameters
 from msds.config.deepseek import DeepseekConfig
 from msds.config.generation import GenerationConfig, read_generation_config
 from msds.config.llama import LlamaConfig
@@ -21,9 +22,11 @@ __all__ = [
     "GenerationConfig",
     "LlamaConfig",
     "ModelConfig",
+    "ParameterCount",
     "RopeScaling",
     "config_json",
     "config_warnings",
+    "count_parameters",
     "max_context",
     "parse_config",
     "read_config",

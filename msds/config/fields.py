@@ -67,7 +67,7 @@ class Fields:
         self.warnings.append(f"{self.prefix}{name}: {text}")
 
     def raw(self, name: str, *aliases: str) -> object:
-        """The value of the first spelling that is not null or absent, else None; contradictions are faults."""
+        """The value of the first spelling that has one, else None; spellings that contradict are a fault."""
         found: object = None
         first = name
         for spelling in (name, *aliases):

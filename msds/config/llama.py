@@ -73,6 +73,14 @@ def llama_faults(config: LlamaConfig) -> Iterator[Fault]:
     yield from shared_faults(config)
     if config.model_type not in MODEL_TYPES:
         yield fault("model_type", config.model_type, f"supported: {', '.join(MODEL_TYPES)}")
+    is_qwen2 = config.model_type == "qwen2"
+    biases = (config.attention_bias, config.attention_out_bias, config.mlp_bias)
+    if is_qwen2 and biases != (True, False, False):
+        text = "attention_bias, attention_out_bias, mlp_bias = true, false, false is what qwen2 always has"
+        yield Fault(("attention_bias", "attention_out_bias", "mlp_bias"), f"{text}; got {shown(biases)}")
+    elif not is_qwen2 and config.attention_bias != config.attention_out_bias:
+        reason = f"llama has biases on q, k, v and o alike: attention_bias = {shown(config.attention_bias)}"
+        yield fault("attention_out_bias", config.attention_out_bias, reason, "attention_bias")
     if config.head_dim % 2:
         yield fault(
             "head_dim", config.head_dim, odd_reason(config.head_dim), "hidden_size", "num_attention_heads"
@@ -141,7 +149,7 @@ def _refuse_sliding_windows(
     first = fields.integer("max_window_layers", minimum=0, default=28)
     if is_on and other is None and first < layers and window < max_position_embeddings:
         reason = (
-            f"layers {first} to {layers - 1} would see the last {window} tokens only, which is not supported; "
+            f"layers {first} to {layers - 1} would see only the last {window} tokens, which is refused; "
             f"set it to false and max_position_embeddings to {window}, up to where it makes no difference"
         )
         fields.fail("use_sliding_window", True, reason)
