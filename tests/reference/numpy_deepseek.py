@@ -34,25 +34,27 @@ def dequantise(weight: Array, scale: Array, block: tuple[int, int]) -> Array:
     want = tuple(-(-size // step) for size, step in zip(weight.shape, block, strict=True))
     if scale.shape != want:
         raise ValueError(f"scale grid {scale.shape} for weight {weight.shape} in blocks {block}: want {want}")
-    grid = scale.repeat(block[0], axis=0).repeat(block[1], axis=1)
+    grid: Array = scale.repeat(block[0], axis=0).repeat(block[1], axis=1)
     return weight * grid[: weight.shape[0], : weight.shape[1]]
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight.astype(np.float64)
+    normed: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return normed * weight.astype(np.float64)
 
 
 def softmax(x: Array) -> Array:
-    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
 
 def sigmoid(x: Array) -> Array:
-    return 0.5 * (1 + np.tanh(0.5 * x))
+    out: Array = 0.5 * (1 + np.tanh(0.5 * x))
+    return out
 
 
 def linear(x: Array, tensors: Tensors, name: str, bias: bool = False) -> Array:
-    y = x @ tensors[f"{name}.weight"].astype(np.float64).T
+    y: Array = x @ tensors[f"{name}.weight"].astype(np.float64).T
     return y + tensors[f"{name}.bias"].astype(np.float64) if bias else y
 
 
@@ -69,7 +71,7 @@ def rotate_interleaved(x: Array, cos: Array, sin: Array) -> Array:
 
 def softmax_scale(config: Config) -> float:
     """(N + R)^-0.5, times m(mscale_all_dim)^2 whenever the context is stretched, at every length."""
-    scale = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
+    scale = float(config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5
     _, scaling = rope_settings(config)
     if scaling is None or not scaling.get("mscale_all_dim"):
         return scale

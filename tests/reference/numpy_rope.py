@@ -43,7 +43,7 @@ def inverse_frequencies(dim: int, theta: float, scaling: Scaling | None) -> Arra
     """[R/2] float32 radians per position."""
     if dim % 2:
         raise ValueError(f"rotated dims come in pairs, so {dim} cannot be rotated")
-    plain = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    plain: Array = theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
     if scaling is None:
         return plain.astype(np.float32)
     kind = scaling["rope_type"]
@@ -62,7 +62,7 @@ def _llama3(plain: Array, scaling: Scaling) -> Array:
     """Long waves are divided by the factor, short ones are kept, and those between are blended."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the original context
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    kept: Array = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return kept * plain + (1 - kept) * plain / scaling["factor"]
 
 
@@ -76,7 +76,7 @@ def _yarn(plain: Array, theta: float, scaling: Scaling) -> Array:
     low = max(math.floor(dim_that_turns(scaling.get("beta_fast") or 32)), 0)
     high = min(math.ceil(dim_that_turns(scaling.get("beta_slow") or 1)), dim - 1)
     width = high - low if high != low else 0.001  # as published: no division by zero
-    stretched = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
+    stretched: Array = np.clip((np.arange(dim // 2) - low) / width, 0.0, 1.0)
     return stretched * plain / scaling["factor"] + (1 - stretched) * plain
 
 
