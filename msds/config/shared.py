@@ -4,11 +4,17 @@ from collections.abc import Iterator, Sequence
 from math import isqrt
 from typing import Any, Protocol
 
-from msds.config.fields import Fault, Fields, fault
+from msds.config.fields import Fault, Fields, fault, shown
 from msds.config.quantised import read_weight_block_size
 
 HIDDEN_ACTS = ("silu",)
 DTYPES = ("float32", "bfloat16", "float16")
+ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -24,7 +30,6 @@ _HARMLESS = {
     "_attn_implementation",
     "_commit_hash",
     "_name_or_path",
-    "architectures",
     "attention_dropout",
     "auto_map",
     "chunk_size_feed_forward",
@@ -107,6 +112,9 @@ def read_shared(fields: Fields, model_types: Sequence[str]) -> dict[str, Any]:
     values["bos_token_id"] = bos[0] if bos else None
     values["eos_token_ids"] = fields.token_ids("eos_token_id")
     _warn_of_ids(fields, values)
+    named, own = fields.raw("architectures"), ARCHITECTURES[values["model_type"]]
+    if named is not None and named != [own]:
+        fields.warn("architectures", f"{shown(named)} is read as {own}, which model_type says")
     values["weight_block_size"] = read_weight_block_size(fields)
     for name, legal in _ONLY:
         fields.only(name, legal, "not supported")
