@@ -177,7 +177,10 @@ def read_deepseek(fields: Fields) -> dict[str, Any]:
     values["num_nextn_predict_layers"] = fields.integer(
         "num_nextn_predict_layers", "num_mtp_layers", minimum=0, default=0
     )
-    values |= _read_experts(fields, is_v3=values["model_type"] == "deepseek_v3")
+    is_v3 = values["model_type"] == "deepseek_v3"
+    if is_v3 and not fields.is_present("num_nextn_predict_layers", "num_mtp_layers"):
+        fields.warn("num_nextn_predict_layers", "missing, taken as 0")  # transformers would take 1
+    values |= _read_experts(fields, is_v3=is_v3)
     kv_heads = fields.integer("num_key_value_heads", default=values["num_attention_heads"])
     if kv_heads != values["num_attention_heads"] and not fields.has_faults("num_attention_heads"):
         reason = f"MLA has one key and value per head: num_attention_heads = {values['num_attention_heads']}"

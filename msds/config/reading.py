@@ -12,6 +12,7 @@ from msds.config import deepseek, llama
 from msds.config.deepseek import DeepseekConfig, deepseek_faults, read_deepseek
 from msds.config.fields import Fields, raise_faults, shown
 from msds.config.llama import LlamaConfig, llama_faults, read_llama
+from msds.config.shared import ARCHITECTURES
 from msds.errors import ConfigError
 
 ModelConfig = DeepseekConfig | LlamaConfig
@@ -70,13 +71,7 @@ def config_json(config: ModelConfig) -> dict[str, object]:
             "quant_method": "fp8",
             "weight_block_size": list(block),
         }
-    architecture = {
-        "deepseek_v3": "DeepseekV3",
-        "deepseek_v2": "DeepseekV2",
-        "llama": "Llama",
-        "qwen2": "Qwen2",
-    }
-    data["architectures"] = [architecture[config.model_type] + "ForCausalLM"]
+    data["architectures"] = [ARCHITECTURES[config.model_type]]
     if isinstance(config, LlamaConfig):
         del data["attention_out_bias"]
     else:
