@@ -1,0 +1,32 @@
+"""Checkpoints: reading, checking, loading and writing safetensors, and importing GGUF."""
+
+from msds.checkpoint.checks import check_checkpoint
+from msds.checkpoint.gguf import convert_gguf
+from msds.checkpoint.header import TensorInfo
+from msds.checkpoint.ledger import Entry, Ledger, Skip
+from msds.checkpoint.loading import CheckpointWarning, load
+from msds.checkpoint.manifest import read_manifest, verify_manifest, write_manifest
+from msds.checkpoint.save import TensorSource, raw_source, tensor_source, write_checkpoint, write_file
+from msds.checkpoint.shards import Checkpoint
+from msds.checkpoint.tied import shares_embedding
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWarning",
+    "Entry",
+    "Ledger",
+    "Skip",
+    "TensorInfo",
+    "TensorSource",
+    "check_checkpoint",
+    "convert_gguf",
+    "load",
+    "raw_source",
+    "read_manifest",
+    "shares_embedding",
+    "tensor_source",
+    "verify_manifest",
+    "write_checkpoint",
+    "write_file",
+    "write_manifest",
+]

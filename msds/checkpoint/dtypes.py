@@ -104,7 +104,7 @@ def decode_bfloat16(bits: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
 
 def encode_bfloat16(values: Array) -> NDArray[np.uint16]:
     """bf16 bit patterns of `values`, rounded to nearest even; NaN stays NaN, overflow becomes infinity."""
-    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(-1)
     # Adding 0x7FFF, plus one where the kept part is odd, carries into the upper half exactly when it must
     # round up.
     rounded = ((words + (0x7FFF + ((words >> 16) & 1))) >> 16).astype(np.uint16)
@@ -113,7 +113,7 @@ def encode_bfloat16(values: Array) -> NDArray[np.uint16]:
         # Rounding could carry a NaN into infinity or zero: keep its upper half and force a quiet mantissa
         # bit.
         rounded[is_nan] = (words[is_nan] >> 16).astype(np.uint16) | np.uint16(0x40)
-    return rounded
+    return rounded.reshape(np.shape(values))
 
 
 def encode_e4m3fn(values: Array) -> NDArray[np.uint8]:
@@ -122,7 +122,7 @@ def encode_e4m3fn(values: Array) -> NDArray[np.uint8]:
     The last value that still rounds to 448 is 464, half way to the missing 480, which ties to the even code
     0x7E.
     """
-    wide = np.ascontiguousarray(values, dtype=np.float32)
+    wide = np.ascontiguousarray(values, dtype=np.float32).reshape(-1)
     positive = E4M3FN_VALUES[:0x7F].astype(np.float64)  # strictly rising with the code
     magnitude = np.abs(wide).astype(np.float64)
     upper = np.clip(np.searchsorted(positive, magnitude), 1, 0x7E)
@@ -132,7 +132,7 @@ def encode_e4m3fn(values: Array) -> NDArray[np.uint8]:
     codes = np.where(take_upper, upper, lower).astype(np.uint8)
     codes[~(magnitude <= 464.0)] = 0x7F
     codes[np.signbit(wide)] |= 0x80
-    return codes
+    return codes.reshape(np.shape(values))
 
 
 def decode(raw: Array, stored: StoredType, out: NDArray[np.float32]) -> None:
@@ -166,7 +166,7 @@ def encode(values: Array, dtype: str) -> Array:
     stored = stored_type(dtype)
     if not stored.is_coded:
         with np.errstate(over="ignore"):
-            return np.ascontiguousarray(values, dtype=stored.raw)
+            return np.asarray(values, dtype=stored.raw, order="C")
     if dtype not in _ENCODERS:
         raise CheckpointError(f"values cannot be written as {dtype}; use float8_e4m3fn")
     convert = _ENCODERS[dtype]

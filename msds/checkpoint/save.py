@@ -150,14 +150,19 @@ def _write_tensors(
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for source in ordered:
-        raw = np.ascontiguousarray(source.make())
-        if raw.shape != source.shape or raw.dtype != stored_type(source.dtype).raw:
-            raise CheckpointError(
-                f"tensor {source.name}: announced {source.dtype} {list(source.shape)}, "
-                f"made {raw.dtype} {list(raw.shape)}"
-            )
-        file.write(raw.reshape(-1).view(np.uint8).data)
-        bar.update(raw.nbytes)
+        _write_tensor(file, source)
+        bar.update(source.nbytes)
+
+
+def _write_tensor(file: IO[bytes], source: TensorSource) -> None:
+    # A function of its own, so that this tensor's memory is free before the next one is made.
+    raw = np.asarray(source.make(), order="C")
+    if raw.shape != source.shape or raw.dtype != stored_type(source.dtype).raw:
+        raise CheckpointError(
+            f"tensor {source.name}: announced {source.dtype} {list(source.shape)}, "
+            f"made {raw.dtype} {list(raw.shape)}"
+        )
+    file.write(raw.reshape(-1).view(np.uint8).data)
 
 
 def _write_bytes(file: IO[bytes], content: bytes) -> None:
