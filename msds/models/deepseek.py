@@ -24,7 +24,7 @@ from msds.models.rotary import deepseek_attention_scale, rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
 from msds_ops.attention import attend, attend_latent, causal_mask
-from msds_ops.cache import cache_read, cache_write, context_mask
+from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
 from msds_ops.linear import linear, linear_float32, swiglu_mlp
 from msds_ops.moe import moe_experts, scores_from_logits, select_groups, top_experts
 from msds_ops.norm import rms_norm
@@ -55,9 +55,9 @@ def spec(config: DeepseekConfig, dtype: str = "float32") -> Params:
 
 
 def cache_spec(config: DeepseekConfig, num_blocks: int, block_size: int, dtype: str = "float32") -> Cache:
-    """The paged cache: per layer the normed latent and the rotated rope key of each token, [blocks, slots, L + R]."""
+    """The paged cache, flat over slots: per layer the normed latent and the rotated rope key of each token."""
     width = config.kv_lora_rank + config.qk_rope_head_dim
-    page = ArraySpec((num_blocks, block_size, width), dtype, axes=("blocks", None, "kv_lora"))
+    page = ArraySpec((num_blocks * block_size, width), dtype, axes=("slots", "kv_lora"))
     return {
         "layers": tuple({"latent": page} for _ in range(config.num_hidden_layers)),
         "mtp": tuple({"latent": page} for _ in range(config.num_nextn_predict_layers)),
@@ -196,7 +196,7 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) ->
 
 
 def prefill(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
 ) -> tuple[Outputs, Cache]:
     """A chunk of new tokens per sequence over what is already cached; expanded attention.
 
@@ -204,21 +204,21 @@ def prefill(
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence, hidden likewise,
     is_finite [S] over all its new tokens, and the cache with the new tokens written.
     """
-    return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits)
+    return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size)
 
 
 def decode(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
 ) -> tuple[Outputs, Cache]:
     """One or a few new tokens per sequence; absorbed attention over the latent cache. Shapes as `prefill`.
 
     `params` is the derived tree (`derive`).
     """
-    return _cached_step(params, cache, batch, _attend_absorbed, config, plan, num_logits)
+    return _cached_step(params, cache, batch, _attend_absorbed, config, plan, num_logits, block_size)
 
 
 def mtp(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, depth: int = 0
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int, depth: int = 0
 ) -> tuple[Outputs, Cache]:
     """One multi-token-prediction step (DeepSeek-V3, section 2.2) with its own cache layer; absorbed attention.
 
@@ -233,37 +233,47 @@ def mtp(
     hidden = batch["hidden"].reshape(embedded.shape)
     hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
     x = linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
-    x, page = _cached_layer(layer, page, x, batch, _rope(config, positions), _attend_absorbed, config, plan)
+    shared = _shared_by_layers(batch, config, block_size)
+    x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params | {"norm": layer["shared_head"]["norm"]}, x, batch, num_logits, config)
     pages = cache["mtp"][:depth] + (page,) + cache["mtp"][depth + 1 :]
     return out, {"layers": cache["layers"], "mtp": pages}
 
 
 def _cached_step(
-    params: Params, cache: Cache, batch: Batch, attention: Any, config: DeepseekConfig, plan: Plan, num_logits: int
+    params: Params, cache: Cache, batch: Batch, attention: Any, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"])
-    rope = _rope(config, batch["positions"])
+    shared = _shared_by_layers(batch, config, block_size)
     pages = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
-        x, page = _cached_layer(layer, page, x, batch, rope, attention, config, plan)
+        x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages = pages + (page,)
     return outputs(params, x, batch, num_logits, config), {"layers": pages, "mtp": cache["mtp"]}
 
 
+def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int) -> dict[str, Any]:
+    """What every layer of a step needs of the batch, computed once."""
+    slots = context_slots(batch["block_tables"], block_size)  # [S, C]
+    return {
+        "rope": _rope(config, batch["positions"]),
+        "new_slots": batch["slot_mapping"].reshape(-1),
+        "context_slots": slots,
+        "mask": context_mask(batch["positions"], slots.shape[1]),
+    }
+
+
 def _cached_layer(
-    layer: Params, page: Params, x: Tensor, batch: Batch, rope: Any, attention: Any, config: DeepseekConfig, plan: Plan
+    layer: Params, page: Params, x: Tensor, shared: dict[str, Any], attention: Any, config: DeepseekConfig, plan: Plan
 ) -> tuple[Tensor, Params]:
     """[T, D] through one layer: write the new latents first, then attend over what the write returned."""
     params = layer["self_attn"]
     normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
-    q_nope, q_pe = _queries(params, normed, rope, config)
-    new = _latent(params, normed, rope, config)
-    slots = batch["slot_mapping"].reshape(-1)
-    latent = cache_write(page["latent"], new, slots, impl=plan.implementation("cache_write"))
-    context = cache_read(latent, batch["block_tables"])  # [S, C, L + R]
-    mask = context_mask(batch["positions"], context.shape[1])
-    x = x + attention(params, q_nope, q_pe, context, mask, config)
+    q_nope, q_pe = _queries(params, normed, shared["rope"], config)
+    new = _latent(params, normed, shared["rope"], config)
+    latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
+    context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
+    x = x + attention(params, q_nope, q_pe, context, shared["mask"], config)
     return x + _mlp(layer, x, config, plan), {"latent": latent}
 
 
@@ -340,7 +350,7 @@ def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor
     if "gate" not in params:
         return swiglu_mlp(params, x)
     topk_idx, weights = route(params["gate"], x, config)
-    y = moe_experts(x, topk_idx, weights, params["experts"], impl=plan.implementation("moe_experts"))
+    y = moe_experts(x, topk_idx, weights, params["experts"], plan.implementation("moe_experts"))
     if config.n_shared_experts:
         y = y + swiglu_mlp(params["shared_experts"], x)
     return y

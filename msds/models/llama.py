@@ -14,7 +14,7 @@ from msds.models.rotary import rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
 from msds_ops.attention import attend, causal_mask
-from msds_ops.cache import cache_read, cache_write, context_mask
+from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
 from msds_ops.linear import linear, swiglu_mlp
 from msds_ops.norm import rms_norm
 from msds_ops.rope import rope_cos_sin, rotate_half
@@ -36,9 +36,9 @@ def spec(config: LlamaConfig, dtype: str = "float32") -> Params:
 
 
 def cache_spec(config: LlamaConfig, num_blocks: int, block_size: int, dtype: str = "float32") -> Cache:
-    """The paged cache: per layer rotated keys and values, [blocks, slots, G, K] each."""
-    shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    page = ArraySpec(shape, dtype, axes=("blocks", None, "kv_heads", None))
+    """The paged cache, flat over slots: per layer the rotated keys and the values of each token, [slots, G, K]."""
+    shape = (num_blocks * block_size, config.num_key_value_heads, config.head_dim)
+    page = ArraySpec(shape, dtype, axes=("slots", "kv_heads", None))
     return {"layers": tuple({"k": page, "v": page} for _ in range(config.num_hidden_layers))}
 
 
@@ -104,7 +104,7 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> Ou
 
 
 def prefill(
-    params: Params, cache: Cache, batch: Batch, config: LlamaConfig, plan: Plan, num_logits: int
+    params: Params, cache: Cache, batch: Batch, config: LlamaConfig, plan: Plan, num_logits: int, block_size: int
 ) -> tuple[Outputs, Cache]:
     """New tokens per sequence over what is already cached.
 
@@ -114,16 +114,17 @@ def prefill(
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
-    slots = batch["slot_mapping"].reshape(-1)
+    new_slots = batch["slot_mapping"].reshape(-1)
+    slots = context_slots(batch["block_tables"], block_size)  # [S, C]
+    mask = context_mask(batch["positions"], slots.shape[1])
     impl = plan.implementation("cache_write")
     pages = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         q, k, v = _project(layer, x, rope, config)
-        page_k = cache_write(page["k"], k, slots, impl=impl)
-        page_v = cache_write(page["v"], v, slots, impl=impl)
-        context_k = cache_read(page_k, batch["block_tables"])  # [S, C, G, K]
-        context_v = cache_read(page_v, batch["block_tables"])
-        mask = context_mask(batch["positions"], context_k.shape[1])
+        page_k = cache_write(page["k"], k, new_slots, impl)
+        page_v = cache_write(page["v"], v, new_slots, impl)
+        context_k = cache_read(page_k, slots)  # [S, C, G, K]
+        context_v = cache_read(page_v, slots)
         x = x + _attend(layer["self_attn"], q, context_k, context_v, mask, config)
         x = x + _mlp(layer, x, config)
         pages = pages + ({"k": page_k, "v": page_v},)

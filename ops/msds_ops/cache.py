@@ -1,37 +1,46 @@
 """The paged cache: fixed blocks of token slots, found through block tables.
 
-N blocks, P slots per block, S sequences, Q new tokens each, B blocks of context, F features (any shape).
+N slots (blocks x block_size, in block order), S sequences, Q new tokens each, T = S * Q, B blocks of context,
+C = B x block_size context slots, F features (any shape).
 
 Block 0 belongs to nobody: padding tokens write there and masks never let it be read. Host code validates every
 slot and block id before a graph runs, because an index error inside a graph leaves the cache half written.
+
+The cache is flat over slots because of what MindSpore does on a CPU: of its scattering ops only ScatterUpdate on the
+first axis writes in place, the others and a reshape of a bound array copy the whole cache. In memory it is the
+[blocks, block_size, F] layout that Ascend's paged attention reads.
 """
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
+_scatter_update = ops.ScatterUpdate()
 
-def cache_write(cache: Tensor, values: Tensor, slot_mapping: Tensor, *, impl: str) -> Tensor:
-    """Write one row per token: cache [N, P, F...], values [T, F...], slot_mapping [T] int32 -> the written cache.
+
+def cache_write(cache: Tensor, values: Tensor, slot_mapping: Tensor, impl: str) -> Tensor:
+    """Write one row per token: cache [N, F...], values [T, F...], slot_mapping [T] int32 -> the written cache.
 
     `reference` makes a new array; `portable` writes the bound cache in place, after which the old name shows the
     new data too, so read only what this returns. A non-finite value is written as 0: a token that overflowed
     must not reach other sequences through a block that is freed and reused (0 x NaN is NaN under any mask); the
     step reports the sequence itself by `is_finite`.
     """
-    block_size = cache.shape[1]
     values = ops.where(ops.isfinite(values), values, ops.zeros_like(values)).astype(cache.dtype)
-    indices = ops.stack((slot_mapping // block_size, slot_mapping % block_size), -1)  # [T, 2]
     if impl == "reference":
-        return ops.tensor_scatter_update(cache, indices, values)
-    return ops.scatter_nd_update(cache, indices, values)
+        return ops.tensor_scatter_update(cache, slot_mapping.expand_dims(-1), values)
+    return _scatter_update(cache, slot_mapping, values)
 
 
-def cache_read(cache: Tensor, block_tables: Tensor) -> Tensor:
-    """The context of each sequence in order: cache [N, P, F], block_tables [S, B] int32 -> [S, B * P, F]."""
-    sequences, blocks = block_tables.shape
-    rows = ops.gather(cache, block_tables.reshape(-1), 0)  # [S * B, P, F]
-    return rows.reshape((sequences, blocks * cache.shape[1]) + cache.shape[2:])
+def cache_read(cache: Tensor, slots: Tensor) -> Tensor:
+    """The context of each sequence in order: cache [N, F...], slots [S, C] int32 -> [S, C, F...]."""
+    return ops.gather(cache, slots.reshape(-1), 0).reshape(slots.shape + cache.shape[1:])
+
+
+def context_slots(block_tables: Tensor, block_size: int) -> Tensor:
+    """The slot of each context position: block_tables [S, B] int32 -> [S, C] int32. Once per step, for all layers."""
+    offsets = ops.arange(0, block_size, dtype=ms.int32).reshape(1, 1, -1)
+    return (block_tables.expand_dims(-1) * block_size + offsets).reshape(block_tables.shape[0], -1)
 
 
 def context_mask(positions: Tensor, context: int) -> Tensor:
@@ -40,14 +49,13 @@ def context_mask(positions: Tensor, context: int) -> Tensor:
     Slot j holds the token at position j of its sequence, so causality and length are one comparison. A padding
     query has position 0 and sees slot 0, which keeps its softmax finite.
     """
-    slots = ops.arange(0, context, dtype=ms.int32).reshape(1, 1, -1)
-    return slots <= positions.expand_dims(-1)
+    index = ops.arange(0, context, dtype=ms.int32).reshape(1, 1, -1)
+    return index <= positions.expand_dims(-1)
 
 
 def cache_write_numpy(cache: np.ndarray, values: np.ndarray, slot_mapping: np.ndarray) -> np.ndarray:
     """The written cache as a new array."""
     written = cache.copy()
-    flat = written.reshape(-1, *cache.shape[2:])
     for row, slot in zip(values, slot_mapping, strict=True):
-        flat[slot] = np.where(np.isfinite(row), row, 0)
+        written[slot] = np.where(np.isfinite(row), row, 0)
     return written

@@ -60,7 +60,7 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
 
 
 def moe_experts(
-    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], *, impl: str
+    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str
 ) -> Tensor:
     """sum_k weight_k * SwiGLU expert_k(x): [T, D], two [T, K] -> [T, D].
 
