@@ -20,7 +20,7 @@ def check_checkpoint(
 
     Raises one CheckpointError that lists every fault. Values are not read: `load` looks at them as they pass.
     """
-    ledger = Ledger(entries, checkpoint.names(), skipped)
+    ledger = Ledger(entries, checkpoint.tensors, skipped)
     missing: dict[str, list[str]] = {}
     for name, path in ledger.missing:
         if name not in checkpoint.unreadable:  # those are named with their file already
@@ -57,7 +57,7 @@ def _tensor_faults(checkpoint: Checkpoint, entry: Entry, info: TensorInfo) -> li
         faults += _scale_faults(checkpoint, info)
     elif not stored_type(info.dtype).is_float or info.dtype == "float8_e5m2":
         faults.append(
-            f"tensor {info.name} is stored as {info.dtype}; weights can be float32, float16, bfloat16, float64 "
+            f"tensor {info.name} is stored as {info.dtype}; weights must be float32, float16, bfloat16 "
             "or block-scaled float8_e4m3fn"
         )
     return faults

@@ -1,11 +1,12 @@
 """Which parameter is filled from which tensors: each place once, and no tensor forgotten unknowingly."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
 from msds.checkpoint.dtypes import stored_type
+from msds.checkpoint.header import TensorInfo
 from msds.checkpoint.quantisation import SCALE_SUFFIX
 from msds.checkpoint.reading import bounds
 from msds.errors import CheckpointError
@@ -74,23 +75,24 @@ class Skip:
 
 
 class Ledger:
-    """The account of a load: made from entries and tensor names, marked as their places fill, closed at the
-    end.
+    """The account of a load: made from entries and tensors, marked as places fill, closed at the end.
 
-    `used`: tensors to be read; `elsewhere`: tensors of slices that are another rank's; `skipped`: name ->
-    reason; `strays`: tensors that nothing asks for; `missing`: (tensor, parameter) that is asked for and not
-    there.
+    `used`: tensor to be read -> parameter; `scales`: block scales that go with those; `elsewhere`: tensors
+    of slices that are another rank's; `skipped`: name -> reason; `strays`: tensors that nothing asks for;
+    `missing`: (tensor, parameter) that is asked for and not there. Raises CheckpointError for entries that
+    contradict each other.
     """
 
     def __init__(
-        self, entries: Iterable[Entry], names: Collection[str], skipped: Sequence[Skip] = ()
+        self, entries: Iterable[Entry], tensors: Mapping[str, TensorInfo], skipped: Sequence[Skip] = ()
     ) -> None:
         self.entries: dict[str, Entry] = {}
         self.used: dict[str, str] = {}
         self.elsewhere: set[str] = set()
-        self.skipped: dict[str, str] = {}
         self.missing: list[tuple[str, str]] = []
-        present = frozenset(names)
+        self.scales: set[str] = set()
+        self.skipped: dict[str, str] = {}
+        self.strays: list[str] = []
         claimed: dict[str, str] = {}
         for entry in entries:
             if entry.path in self.entries:
@@ -101,29 +103,32 @@ class Ledger:
                 if name in claimed:
                     raise CheckpointError(f"tensor {name} would fill both {claimed[name]} and {entry.path}")
                 claimed[name] = entry.path
-                if name not in present:
+                if name not in tensors:
                     self.missing.append((name, entry.path))
                 elif name in read:
                     self.used[name] = entry.path
                 else:
                     self.elsewhere.add(name)
-        self.strays = self._sort_out(names, claimed, skipped)
         self._pending = set(self.used)
+        for name in tensors:
+            if name not in claimed:
+                self._sort_out(name, tensors, skipped)
 
-    def _sort_out(
-        self, names: Collection[str], claimed: Collection[str], skipped: Sequence[Skip]
-    ) -> tuple[str, ...]:
-        """Fills `skipped`, and returns what is neither asked for, nor a scale of that, nor skipped."""
-        strays = []
-        for name in names:
-            if name in claimed or name.removesuffix(SCALE_SUFFIX) in claimed:
-                continue
-            reason = next((skip.reason for skip in skipped if fnmatchcase(name, skip.pattern)), None)
-            if reason is None:
-                strays.append(name)
-            else:
-                self.skipped[name] = reason
-        return tuple(strays)
+    def _sort_out(self, name: str, tensors: Mapping[str, TensorInfo], skipped: Sequence[Skip]) -> None:
+        """Places a tensor that no parameter is made of."""
+        weight = name.removesuffix(SCALE_SUFFIX)
+        if weight != name and weight in tensors and tensors[weight].dtype == "float8_e4m3fn":
+            if weight in self.used:
+                self.scales.add(name)
+                return
+            if weight in self.elsewhere:
+                self.elsewhere.add(name)
+                return
+        reason = next((skip.reason for skip in skipped if fnmatchcase(name, skip.pattern)), None)
+        if reason is None:
+            self.strays.append(name)
+        else:
+            self.skipped[name] = reason
 
     def fill(self, name: str) -> None:
         """Marks a tensor's place as filled; a second time is an error."""
