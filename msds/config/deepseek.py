@@ -39,7 +39,8 @@ class DeepseekConfig:
     n_routed_experts: int
     """Experts to choose from (E); 0 for a dense model (null in the file)."""
     routed_scaling_factor: float
-    """Multiplies the mixing weights of the routed experts, after any normalisation."""
+    """Multiplies the mixing weights of the routed experts: in deepseek_v3 always, after any normalisation; in
+    deepseek_v2 only where they are not normalised (as the published code of each has it)."""
     kv_lora_rank: int
     """Width of the latent that keys and values expand from (L); MLA caches it and the rope part."""
     q_lora_rank: int | None
@@ -61,7 +62,7 @@ class DeepseekConfig:
     moe_layer_freq: int
     """Of the layers after those, each whose index is a multiple of this is MoE, the others are dense."""
     norm_topk_prob: bool
-    """Whether the chosen experts' scores are normalised to sum 1 before scaling."""
+    """Whether the chosen experts' scores are normalised to sum 1, if there are several."""
     scoring_func: str
     """"sigmoid" or "softmax": router logits to scores, in float32."""
     topk_method: str

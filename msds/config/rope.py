@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from msds.config.fields import Fields, shown
+from msds.config.fields import Fields, fault, raise_faults, shown
 
 ROPE_TYPES = ("yarn", "llama3", "linear", "dynamic")
 
@@ -49,11 +49,19 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: wavelengths below original/high_freq_factor are left alone."""
 
+    def __post_init__(self) -> None:
+        faults = []
+        if self.rope_type not in ROPE_TYPES:
+            faults.append(fault("rope_type", self.rope_type, f"supported: {', '.join(ROPE_TYPES)}"))
+        if not self.factor >= 1.0:
+            faults.append(fault("factor", self.factor, "must be at least 1"))
+        raise_faults("RopeScaling", faults)
+
     @property
     def amplitude(self) -> float:
         """What cos and sin are multiplied by: 1 except for yarn, where it is `attention_factor` or
-        m(mscale)/m(mscale_all_dim) with m(x) = 0.1 x ln(factor) + 1. 1.0 for DeepSeek-V3; 0.1 ln(factor) + 1
-        for a Llama or Qwen2 config, which has neither mscale."""
+        m(mscale)/m(mscale_all_dim) with m(x) = 0.1 x ln(factor) + 1: 1 for DeepSeek-V3, 0.1 ln(factor) + 1 for
+        a Llama or Qwen2 config that has neither mscale."""
         if self.rope_type != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -154,25 +162,22 @@ def _type_fields(section: Fields, kind: str, is_mla: bool) -> dict[str, Any]:
     if kind == "yarn" or is_mla:  # MLA's softmax factor does not ask for the type
         read["mscale"] = section.number("mscale", minimum=0.0, default=1.0)
         read["mscale_all_dim"] = section.number("mscale_all_dim", minimum=0.0, default=0.0)
-        _check_mscale(section, kind, read)
+        if kind == "yarn":
+            _settle_mscale(section, read, is_mla)
     return read
 
 
-def _check_mscale(section: Fields, kind: str, read: dict[str, Any]) -> None:
-    """transformers ignores both when either is absent or 0, DeepSeek's code then takes 1 and 0. Where the
-    two disagree the config does not determine the model."""
+def _settle_mscale(section: Fields, read: dict[str, Any], is_mla: bool) -> None:
+    """Where only one of the two is stated (or either is 0), transformers takes m(1) for the amplitude, while
+    DeepSeek's code still divides m(mscale) by m(mscale_all_dim) with 1 and 0 for what is absent. Each family
+    follows the code it was published with."""
     mscale, mscale_all_dim = read["mscale"], read["mscale_all_dim"]
-    if (
-        kind != "yarn"
-        or read["attention_factor"] is not None
-        or section.has_faults("mscale", "mscale_all_dim")
-    ):
-        return
     are_both_stated = bool(section.raw("mscale")) and bool(section.raw("mscale_all_dim"))
-    if are_both_stated or (mscale == 1.0 and mscale_all_dim == 0.0):
+    if are_both_stated or (mscale, mscale_all_dim) == (1.0, 0.0):
         return
-    odd, other = ("mscale_all_dim", "mscale") if mscale_all_dim else ("mscale", "mscale_all_dim")
-    reason = (
-        f"without {other} > 0, DeepSeek's code and transformers scale cos and sin differently; state both"
-    )
-    section.fail(odd, read[odd], reason)
+    name = "mscale_all_dim" if mscale_all_dim else "mscale"
+    if is_mla:
+        section.warn(name, "without the other, transformers scales cos and sin as if neither were there")
+    else:
+        section.warn(name, "without the other, it has no effect in this family")
+        read |= {"mscale": 1.0, "mscale_all_dim": 0.0}

@@ -173,6 +173,8 @@ def test_every_variant_of_the_tiny_checkpoints_is_legal(name: str) -> None:
             {"rope_scaling": {"type": "linear", "factor": 2, "mscale": 1}},
             "rope_scaling.mscale: unknown",
         ),
+        (V3, {"rope_scaling": edited(YARN, mscale=...)}, "rope_scaling.mscale_all_dim: .*transformers"),
+        (QWEN2, {"rope_scaling": edited(YARN, mscale=...)}, "rope_scaling.mscale_all_dim: .*no effect"),
         (QWEN2, {"eos_token_id": 600}, "eos_token_id: 600 lies outside vocab_size = 512"),
         (V3, {"num_nextn_predict_layers": ...}, "num_nextn_predict_layers: missing, taken as 0"),
         (V3, {"architectures": ["DeepseekV3Model"]}, "architectures: .*DeepseekV3ForCausalLM"),
@@ -200,7 +202,17 @@ def test_yarn_of_the_published_deepseek_models(mscale: float, softmax_factor: fl
     assert 192**-0.5 * scaling.mla_softmax_factor == pytest.approx(scale, abs=1e-6)
 
 
-@pytest.mark.parametrize("fields", [{}, {"mscale": 0.707, "mscale_all_dim": 1.0}, {"attention_factor": 1.25}])
+YARN_AMPLITUDES: list[dict[str, float]] = [
+    {},
+    {"mscale": 0.707, "mscale_all_dim": 1.0},
+    {"mscale": 0.5},
+    {"mscale_all_dim": 1.0},
+    {"mscale": 0.0, "mscale_all_dim": 1.0},
+    {"attention_factor": 1.25},
+]
+
+
+@pytest.mark.parametrize("fields", YARN_AMPLITUDES)
 @pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
 def test_yarn_amplitude_is_that_of_transformers(fields: dict[str, float], factor: float) -> None:
     from transformers import Qwen2Config
@@ -213,6 +225,21 @@ def test_yarn_amplitude_is_that_of_transformers(fields: dict[str, float], factor
         Qwen2Config.from_dict(edited(QWEN2, rope_scaling=dict(scaling))), "cpu"
     )[1]
     assert config.rope_scaling.amplitude == pytest.approx(theirs, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "amplitude"),
+    [({"mscale": 0.5}, 1.184444), ({"mscale_all_dim": 1.0}, 1.0), ({}, 1.368888)],
+)
+def test_yarn_amplitude_of_mla_is_that_of_the_published_code(
+    fields: dict[str, float], amplitude: float
+) -> None:
+    """m(mscale) / m(mscale_all_dim) with 1 and 0 for what is absent, m(x) = 0.1 x ln(40) + 1."""
+    scaling = {**edited(YARN, mscale=..., mscale_all_dim=...), **fields}
+    config, warnings = parse_config(edited(V3, rope_scaling=scaling))
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.amplitude == pytest.approx(amplitude, abs=1e-6)
+    assert len(warnings) == len(fields)
 
 
 def test_only_yarn_has_an_amplitude_and_only_a_stated_mscale_a_softmax_factor() -> None:

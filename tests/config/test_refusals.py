@@ -72,12 +72,6 @@ FAULTY: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "rope_scaling.original_max_position_embeddings is missing",
     ),
     ("yarn ramp", V3, {"rope_scaling": {**YARN, "beta_slow": 64}}, "rope_scaling.beta_fast = 32.*64"),
-    (
-        "one mscale",
-        V3,
-        {"rope_scaling": edited(YARN, mscale=...)},
-        "rope_scaling.mscale_all_dim = 1.0.*mscale",
-    ),
     ("llama3 ramp", LLAMA, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "high_freq_factor = 1"),
     ("partial rotation", LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5.*1.0"),
     ("rotation of halves", V3, {"rope_interleave": False}, "rope_interleave = false.*true"),
