@@ -20,7 +20,7 @@ from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs
-from msds.models.rotary import deepseek_attention_scale, rotary_constants
+from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
 from msds_ops.attention import attend, attend_latent, causal_mask
@@ -196,7 +196,13 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) ->
 
 
 def prefill(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    config: DeepseekConfig,
+    plan: Plan,
+    num_logits: int,
+    block_size: int,
 ) -> tuple[Outputs, Cache]:
     """A chunk of new tokens per sequence over what is already cached; expanded attention.
 
@@ -208,7 +214,13 @@ def prefill(
 
 
 def decode(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    config: DeepseekConfig,
+    plan: Plan,
+    num_logits: int,
+    block_size: int,
 ) -> tuple[Outputs, Cache]:
     """One or a few new tokens per sequence; absorbed attention over the latent cache. Shapes as `prefill`.
 
@@ -218,7 +230,14 @@ def decode(
 
 
 def mtp(
-    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int, depth: int = 0
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    config: DeepseekConfig,
+    plan: Plan,
+    num_logits: int,
+    block_size: int,
+    depth: int = 0,
 ) -> tuple[Outputs, Cache]:
     """One multi-token-prediction step (DeepSeek-V3, section 2.2) with its own cache layer; absorbed attention.
 
@@ -228,7 +247,7 @@ def mtp(
     `params` is the derived tree.
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
-    tokens, positions = batch["tokens"], batch["positions"]
+    tokens, _positions = batch["tokens"], batch["positions"]
     embedded = rms_norm(embed(params, tokens), layer["enorm"]["weight"], config.rms_norm_eps)
     hidden = batch["hidden"].reshape(embedded.shape)
     hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
@@ -236,19 +255,26 @@ def mtp(
     shared = _shared_by_layers(batch, config, block_size)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params | {"norm": layer["shared_head"]["norm"]}, x, batch, num_logits, config)
-    pages = cache["mtp"][:depth] + (page,) + cache["mtp"][depth + 1 :]
+    pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1:])
     return out, {"layers": cache["layers"], "mtp": pages}
 
 
 def _cached_step(
-    params: Params, cache: Cache, batch: Batch, attention: Any, config: DeepseekConfig, plan: Plan, num_logits: int, block_size: int
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    attention: Any,
+    config: DeepseekConfig,
+    plan: Plan,
+    num_logits: int,
+    block_size: int,
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"])
     shared = _shared_by_layers(batch, config, block_size)
     pages = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
-        pages = pages + (page,)
+        pages = (*pages, page)
     return outputs(params, x, batch, num_logits, config), {"layers": pages, "mtp": cache["mtp"]}
 
 
@@ -257,14 +283,20 @@ def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int) -> 
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
     return {
         "rope": _rope(config, batch["positions"]),
-        "new_slots": batch["slot_mapping"].reshape(-1),
+        "new_slots": batch["slot_mapping"],
         "context_slots": slots,
         "mask": context_mask(batch["positions"], slots.shape[1]),
     }
 
 
 def _cached_layer(
-    layer: Params, page: Params, x: Tensor, shared: dict[str, Any], attention: Any, config: DeepseekConfig, plan: Plan
+    layer: Params,
+    page: Params,
+    x: Tensor,
+    shared: dict[str, Any],
+    attention: Any,
+    config: DeepseekConfig,
+    plan: Plan,
 ) -> tuple[Tensor, Params]:
     """[T, D] through one layer: write the new latents first, then attend over what the write returned."""
     params = layer["self_attn"]
@@ -317,11 +349,11 @@ def _attend_expanded(
     heads, nope = config.num_attention_heads, config.qk_nope_head_dim
     kv_latent, k_pe = latent[:, :, : config.kv_lora_rank], latent[:, :, config.kv_lora_rank :]
     kv = linear(params["kv_b_proj"], kv_latent.reshape(sequences * context, -1))
-    kv = kv.reshape(sequences, context, heads, nope + config.v_head_dim)
-    k_pe = ops.broadcast_to(k_pe.expand_dims(2), (sequences, context, heads, config.qk_rope_head_dim))
-    k = ops.concat((kv[:, :, :, :nope], k_pe), -1)  # [S, C, H, N + R]
+    kv = kv.reshape(sequences, context, heads, nope + config.v_head_dim).transpose(0, 2, 1, 3)  # [S, H, C, N + V]
+    k_pe = ops.broadcast_to(k_pe.expand_dims(1), (sequences, heads, context, config.qk_rope_head_dim))
+    k = ops.concat((kv[:, :, :, :nope], k_pe), -1)  # [S, H, C, N + R]
     q = ops.concat((q_nope, q_pe), -1).reshape(sequences, queries, heads, config.qk_head_dim)
-    out = attend(q, k, kv[:, :, :, nope:], mask, deepseek_attention_scale(config))
+    out = attend(q, k, kv[:, :, :, nope:], mask, mla_softmax_scale(config))
     return linear(params["o_proj"], out.reshape(sequences * queries, -1))
 
 
@@ -334,7 +366,7 @@ def _attend_absorbed(
     w_uk, w_uv = params["absorbed"]["w_uk"], params["absorbed"]["w_uv"]
     q_latent = _bmm(q_nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2)  # [T, H, L]
     q = ops.concat((q_latent, q_pe), -1).reshape(sequences, queries, heads, -1)
-    out = attend_latent(q, latent, mask, deepseek_attention_scale(config))
+    out = attend_latent(q, latent, mask, mla_softmax_scale(config))
     out = out.reshape(sequences * queries, heads, -1)[:, :, : config.kv_lora_rank]
     out = _bmm_nt(out.transpose(1, 0, 2), w_uv).transpose(1, 0, 2)  # [T, H, V]
     return linear(params["o_proj"], out.reshape(sequences * queries, -1))
@@ -359,7 +391,8 @@ def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor
 def route(gate: Params, x: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
     """Which experts and how much of each, in float32: [T, D] -> topk_idx [T, K] int32, weights [T, K] float32.
 
-    The correction bias only ranks; the mixture uses the plain scores (DeepSeek-V3, equations 12-16).
+    The correction bias only ranks; the mixture uses the plain scores (DeepSeek-V3, equations 12-16). As in the
+    published code a single expert's weight is never normalised, and V2 scales only what it does not normalise.
     """
     scores = scores_from_logits(linear_float32(gate["weight"], x), config.scoring_func)
     choice = scores
@@ -369,6 +402,8 @@ def route(gate: Params, x: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tens
         by_top2 = config.topk_method == "noaux_tc"
         choice = select_groups(choice, config.n_group, config.topk_group, by_top2=by_top2)
     topk_idx, weights = top_experts(choice, scores, config.num_experts_per_tok)
-    if config.norm_topk_prob:
+    if config.norm_topk_prob and config.num_experts_per_tok > 1:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        if config.model_type == "deepseek_v2":
+            return topk_idx, weights
     return topk_idx, weights * config.routed_scaling_factor

@@ -14,7 +14,7 @@ from msds.models.rotary import rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
 from msds_ops.attention import attend, causal_mask
-from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
+from msds_ops.cache import cache_read, cache_write, context_mask, context_slots, head_rows
 from msds_ops.linear import linear, swiglu_mlp
 from msds_ops.norm import rms_norm
 from msds_ops.rope import rope_cos_sin, rotate_half
@@ -36,9 +36,9 @@ def spec(config: LlamaConfig, dtype: str = "float32") -> Params:
 
 
 def cache_spec(config: LlamaConfig, num_blocks: int, block_size: int, dtype: str = "float32") -> Cache:
-    """The paged cache, flat over slots: per layer the rotated keys and the values of each token, [slots, G, K]."""
-    shape = (num_blocks * block_size, config.num_key_value_heads, config.head_dim)
-    page = ArraySpec(shape, dtype, axes=("slots", "kv_heads", None))
+    """The paged cache: per layer the rotated keys and the values, one row per key/value head and slot, head first."""
+    rows = config.num_key_value_heads * num_blocks * block_size
+    page = ArraySpec((rows, config.head_dim), dtype, axes=("kv_heads", None))
     return {"layers": tuple({"k": page, "v": page} for _ in range(config.num_hidden_layers))}
 
 
@@ -90,21 +90,24 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> Ou
     batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
     Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool.
     """
-    sequences, queries = batch["tokens"].shape
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
     mask = causal_mask(batch["positions"], batch["query_lens"])
     for layer in params["layers"]:
-        q, k, v = _project(layer, x, rope, config)
-        k = k.reshape(sequences, queries, k.shape[1], k.shape[2])
-        v = v.reshape(sequences, queries, v.shape[1], v.shape[2])
+        q, k, v = _project(layer, x, batch, rope, config)
         x = x + _attend(layer["self_attn"], q, k, v, mask, config)
         x = x + _mlp(layer, x, config)
-    return outputs(params, x, batch, queries, config)
+    return outputs(params, x, batch, batch["tokens"].shape[1], config)
 
 
 def prefill(
-    params: Params, cache: Cache, batch: Batch, config: LlamaConfig, plan: Plan, num_logits: int, block_size: int
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    config: LlamaConfig,
+    plan: Plan,
+    num_logits: int,
+    block_size: int,
 ) -> tuple[Outputs, Cache]:
     """New tokens per sequence over what is already cached.
 
@@ -114,20 +117,24 @@ def prefill(
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
-    new_slots = batch["slot_mapping"].reshape(-1)
+    heads = config.num_key_value_heads
+    num_slots = cache["layers"][0]["k"].shape[0] // heads
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
+    context_rows = head_rows(slots, heads, num_slots)  # [S, G, C]
+    new_rows = head_rows(batch["slot_mapping"], heads, num_slots)  # [S, G, Q]
     mask = context_mask(batch["positions"], slots.shape[1])
     impl = plan.implementation("cache_write")
     pages = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
-        q, k, v = _project(layer, x, rope, config)
-        page_k = cache_write(page["k"], k, new_slots, impl)
-        page_v = cache_write(page["v"], v, new_slots, impl)
-        context_k = cache_read(page_k, slots)  # [S, C, G, K]
-        context_v = cache_read(page_v, slots)
+        q, k, v = _project(layer, x, batch, rope, config)
+        page_k, page_v = cache_write(page["k"], k, new_rows, impl), cache_write(page["v"], v, new_rows, impl)
+        context_k, context_v = (
+            cache_read(page_k, context_rows),
+            cache_read(page_v, context_rows),
+        )  # [S, G, C, K]
         x = x + _attend(layer["self_attn"], q, context_k, context_v, mask, config)
         x = x + _mlp(layer, x, config)
-        pages = pages + ({"k": page_k, "v": page_v},)
+        pages = (*pages, {"k": page_k, "v": page_v})
     return outputs(params, x, batch, num_logits, config), {"layers": pages}
 
 
@@ -140,22 +147,23 @@ def _rope(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude)
 
 
-def _project(layer: Params, x: Tensor, rope: Any, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, D] -> rotated q [T, H, K], rotated k [T, G, K], v [T, G, K]."""
+def _project(layer: Params, x: Tensor, batch: Batch, rope: Any, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, D] -> rotated q [S, Q, H, K], rotated k [S, G, Q, K], v [S, G, Q, K]."""
     params = layer["self_attn"]
+    sequences, queries = batch["tokens"].shape
     x = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
     q = linear(params["q_proj"], x).reshape(x.shape[0], config.num_attention_heads, config.head_dim)
     k = linear(params["k_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
-    v = linear(params["v_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
-    return rotate_half(q, rope[0], rope[1]), rotate_half(k, rope[0], rope[1]), v
+    v = linear(params["v_proj"], x).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
+    q = rotate_half(q, rope[0], rope[1]).reshape(sequences, queries, config.num_attention_heads, config.head_dim)
+    k = rotate_half(k, rope[0], rope[1]).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
+    return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: LlamaConfig) -> Tensor:
-    """q [T, H, K], k and v [S, C, G, K], mask [S, Q, C] -> [T, D]."""
-    sequences, queries, _ = mask.shape
-    q = q.reshape(sequences, queries, config.num_attention_heads, config.head_dim)
+    """q [S, Q, H, K], k and v [S, G, C, K], mask [S, Q, C] -> [T, D]."""
     out = attend(q, k, v, mask, config.head_dim**-0.5)
-    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+    return linear(params["o_proj"], out.reshape(q.shape[0] * q.shape[1], -1))
 
 
 def _mlp(layer: Params, x: Tensor, config: LlamaConfig) -> Tensor:

@@ -28,20 +28,17 @@ def causal_mask(positions: Tensor, query_lens: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Grouped-query attention: q [S, Q, H, K], k [S, C, G, K], v [S, C, G, V], mask [S, Q, C] -> [S, Q, H, V].
+    """Grouped-query attention: q [S, Q, H, K], k [S, G, C, K], v [S, G, C, V], mask [S, Q, C] -> [S, Q, H, V].
 
     Query head h reads key head h // (H / G).
     """
     sequences, queries, heads, key_dim = q.shape
-    context, groups, value_dim = v.shape[1:]
+    groups, context, value_dim = v.shape[1:]
     rows = heads // groups * queries
-    q = q.reshape(sequences, queries, groups, heads // groups, key_dim)
-    q = q.transpose(0, 2, 3, 1, 4).reshape(sequences, groups, rows, key_dim)  # [S, G, H/G * Q, K]
-    scores = _bmm_nt(q * scale, k.transpose(0, 2, 1, 3))  # [S, G, H/G * Q, C]
-    scores = scores.reshape(sequences, heads, queries, context)
+    q = (q * scale).transpose(0, 2, 1, 3).reshape(sequences, groups, rows, key_dim)  # [S, G, H/G * Q, K]
+    scores = _bmm_nt(q, k).reshape(sequences, heads, queries, context)
     probabilities = masked_softmax(scores, mask.expand_dims(1)).astype(v.dtype)
-    probabilities = probabilities.reshape(sequences, groups, rows, context)
-    out = _bmm(probabilities, v.transpose(0, 2, 1, 3))  # [S, G, H/G * Q, V]
+    out = _bmm(probabilities.reshape(sequences, groups, rows, context), v)  # [S, G, H/G * Q, V]
     return out.reshape(sequences, heads, queries, value_dim).transpose(0, 2, 1, 3)
 
 
@@ -64,13 +61,13 @@ def attend_latent(q: Tensor, latent: Tensor, mask: Tensor, scale: float) -> Tens
 def attend_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:
     """`attend` in float64, one head at a time."""
     sequences, queries, heads, _ = q.shape
-    groups = k.shape[2]
+    groups = k.shape[1]
     out = np.zeros((sequences, queries, heads, v.shape[-1]))
     for s in range(sequences):
         for h in range(heads):
             g = h // (heads // groups)
-            scores = q[s, :, h].astype(np.float64) @ k[s, :, g].T * scale
+            scores = q[s, :, h].astype(np.float64) @ k[s, g].T * scale
             scores = np.where(mask[s], scores, -np.inf)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[s, :, h] = weights / weights.sum(-1, keepdims=True) @ v[s, :, g]
+            out[s, :, h] = weights / weights.sum(-1, keepdims=True) @ v[s, g]
     return out

@@ -1,14 +1,15 @@
 """The paged cache: fixed blocks of token slots, found through block tables.
 
-N slots (blocks x block_size, in block order), S sequences, Q new tokens each, T = S * Q, B blocks of context,
+N rows of storage, S sequences, Q new tokens each, T = S * Q, B blocks of context,
 C = B x block_size context slots, F features (any shape).
 
 Block 0 belongs to nobody: padding tokens write there and masks never let it be read. Host code validates every
 slot and block id before a graph runs, because an index error inside a graph leaves the cache half written.
 
-The cache is flat over slots because of what MindSpore does on a CPU: of its scattering ops only ScatterUpdate on the
-first axis writes in place, the others and a reshape of a bound array copy the whole cache. In memory it is the
-[blocks, block_size, F] layout that Ascend's paged attention reads.
+Slot s is place s % block_size of block s // block_size. A cache is flat over rows because of what MindSpore does on a
+CPU: of its scattering ops only ScatterUpdate on the first axis writes in place; the others, and a reshape of a bound
+array, copy the whole cache. One row per slot, or, where several heads are cached, one per head and slot, head first:
+attention then reads the context of each head in order, without transposing it.
 """
 
 import mindspore as ms
@@ -18,23 +19,31 @@ from mindspore import Tensor, ops
 _scatter_update = ops.ScatterUpdate()
 
 
-def cache_write(cache: Tensor, values: Tensor, slot_mapping: Tensor, impl: str) -> Tensor:
-    """Write one row per token: cache [N, F...], values [T, F...], slot_mapping [T] int32 -> the written cache.
+def cache_write(cache: Tensor, values: Tensor, rows: Tensor, impl: str) -> Tensor:
+    """Write rows: cache [N, F], values [..., F], rows [...] int32 -> the written cache.
 
     `reference` makes a new array; `portable` writes the bound cache in place, after which the old name shows the
     new data too, so read only what this returns. A non-finite value is written as 0: a token that overflowed
     must not reach other sequences through a block that is freed and reused (0 x NaN is NaN under any mask); the
     step reports the sequence itself by `is_finite`.
     """
+    rows = rows.reshape(-1)
+    values = values.reshape(-1, values.shape[-1])
     values = ops.where(ops.isfinite(values), values, ops.zeros_like(values)).astype(cache.dtype)
     if impl == "reference":
-        return ops.tensor_scatter_update(cache, slot_mapping.expand_dims(-1), values)
-    return _scatter_update(cache, slot_mapping, values)
+        return ops.tensor_scatter_update(cache, rows.expand_dims(-1), values)
+    return _scatter_update(cache, rows, values)
 
 
-def cache_read(cache: Tensor, slots: Tensor) -> Tensor:
-    """The context of each sequence in order: cache [N, F...], slots [S, C] int32 -> [S, C, F...]."""
-    return ops.gather(cache, slots.reshape(-1), 0).reshape(slots.shape + cache.shape[1:])
+def cache_read(cache: Tensor, rows: Tensor) -> Tensor:
+    """Rows in the order asked for: cache [N, F], rows [...] int32 -> [..., F]."""
+    return ops.gather(cache, rows.reshape(-1), 0).reshape(*rows.shape, cache.shape[-1])
+
+
+def head_rows(slots: Tensor, num_heads: int, num_slots: int) -> Tensor:
+    """Rows of every cached head: slots [S, C] int32 -> [S, G, C] int32, head g of slot s in row g * num_slots + s."""
+    first = ops.arange(0, num_heads, dtype=ms.int32).reshape(1, -1, 1) * num_slots
+    return slots.expand_dims(1) + first
 
 
 def context_slots(block_tables: Tensor, block_size: int) -> Tensor:
@@ -53,9 +62,9 @@ def context_mask(positions: Tensor, context: int) -> Tensor:
     return index <= positions.expand_dims(-1)
 
 
-def cache_write_numpy(cache: np.ndarray, values: np.ndarray, slot_mapping: np.ndarray) -> np.ndarray:
+def cache_write_numpy(cache: np.ndarray, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """The written cache as a new array."""
     written = cache.copy()
-    for row, slot in zip(values, slot_mapping, strict=True):
-        written[slot] = np.where(np.isfinite(row), row, 0)
+    for value, row in zip(values, rows, strict=True):
+        written[row] = np.where(np.isfinite(value), value, 0)
     return written

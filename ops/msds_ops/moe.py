@@ -59,9 +59,7 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     return topk_idx, weights
 
 
-def moe_experts(
-    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str
-) -> Tensor:
+def moe_experts(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str) -> Tensor:
     """sum_k weight_k * SwiGLU expert_k(x): [T, D], two [T, K] -> [T, D].
 
     `node` holds gate_proj and up_proj [E, I, D], down_proj [E, D, I]. `reference` computes every
@@ -148,7 +146,12 @@ def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor
 
 
 def moe_experts_numpy(
-    x: np.ndarray, topk_idx: np.ndarray, weights: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray
+    x: np.ndarray,
+    topk_idx: np.ndarray,
+    weights: np.ndarray,
+    gate: np.ndarray,
+    up: np.ndarray,
+    down: np.ndarray,
 ) -> np.ndarray:
     """`moe_experts` pair by pair in float64."""
     x = np.asarray(x, np.float64)

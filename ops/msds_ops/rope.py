@@ -74,11 +74,6 @@ def yarn_frequencies(
     return (inv_freq * (1 - stretched + stretched / factor)).astype(np.float32)
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's temperature 0.1 mscale ln(factor) + 1, and 1 where nothing is stretched."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
 def rope_cos_sin(positions: Tensor, inv_freq: tuple[float, ...], amplitude: float) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, times `amplitude`: [T] int32 -> two [T, 1, R/2] float32."""
     angles = positions.astype(ms.float32).reshape(-1, 1) * Tensor(inv_freq, ms.float32).reshape(1, -1)

@@ -1,0 +1,118 @@
+"""What a user may choose about an engine, and what follows from it on this machine. No tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from msds.config import ModelConfig, max_context
+from msds.errors import OptionError
+
+DEFAULT_MAX_MODEL_LEN = 4096
+CPU_DTYPES = ("float32",)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of `msds.LLM`; every default is stated here.
+
+    max_model_len: most tokens of one text, prompt and answer together; default the model's context, at most 4096.
+    max_num_seqs: sequences decoded together; more wait. Default 8.
+    block_size: tokens per cache block. Default 16.
+    memory_fraction: share of the memory that is free before loading which weights and cache may take. Default 0.8.
+    prefill_chunk: most prompt tokens computed in one step. Default 512.
+    dtype: what weights and cache are kept in; "auto" is float32 on a CPU, where MindSpore has no bfloat16 products.
+    threads: CPU threads of the graphs; default all cores.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    block_size: int = 16
+    memory_fraction: float = 0.8
+    prefill_chunk: int = 512
+    dtype: str = "auto"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "block_size", "prefill_chunk"):
+            _check_count(name, getattr(self, name))
+        for name in ("max_model_len", "threads"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise OptionError(f"memory_fraction is {fraction!r}: it must be a number above 0 and at most 1")
+        if self.dtype not in ("auto", *CPU_DTYPES):
+            raise OptionError(
+                f"dtype is {self.dtype!r}: on this device use 'auto' or one of {', '.join(CPU_DTYPES)} "
+                "(MindSpore has no bfloat16 matrix product on CPU, and its float16 one is six times slower)"
+            )
+
+    @property
+    def resolved_dtype(self) -> str:
+        """The dtype of weights and cache."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def resolved_threads(self) -> int:
+        """CPU threads of the graphs: as asked, else the cores this process may use."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def resolve_max_model_len(self, config: ModelConfig) -> int:
+        """The length limit for a model; OptionError when more than the model's context is asked for."""
+        context = max_context(config)
+        if self.max_model_len is None:
+            return min(context, DEFAULT_MAX_MODEL_LEN)
+        if self.max_model_len > context:
+            raise OptionError(f"max_model_len is {self.max_model_len}: the model's context is {context} tokens")
+        return self.max_model_len
+
+    def plan_blocks(self, *, max_model_len: int, block_bytes: int, weight_bytes: int, free_bytes: int) -> int:
+        """Cache blocks to allocate, the reserved one included.
+
+        As many as `max_num_seqs` texts of full length need, or what memory_fraction of the free memory leaves after
+        the weights. OptionError, with the numbers, when not even one text of full length fits.
+        """
+        per_text = -(-max_model_len // self.block_size)
+        wanted = 1 + self.max_num_seqs * per_text
+        budget = int(free_bytes * self.memory_fraction) - weight_bytes
+        affordable = budget // block_bytes
+        if affordable < 1 + per_text:
+            need = weight_bytes + (1 + per_text) * block_bytes
+            raise OptionError(
+                f"weights ({_gib(weight_bytes)}) and the cache of one text of {max_model_len} tokens "
+                f"({_gib((1 + per_text) * block_bytes)}) need {_gib(need)}, but memory_fraction "
+                f"{self.memory_fraction} of {_gib(free_bytes)} free is {_gib(int(free_bytes * self.memory_fraction))}: "
+                f"lower max_model_len, raise memory_fraction or free memory"
+            )
+        return min(wanted, affordable)
+
+
+def free_memory_bytes() -> int:
+    """Memory this process can still take: what the kernel calls available, or the control group's rest if lower."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min(available, _cgroup_rest())
+
+
+def _cgroup_rest() -> int:
+    """Bytes left under a version-2 control group limit; unlimited when there is none."""
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = file.read().strip()
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            current = int(file.read())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else max(0, int(limit) - current)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} is {value!r}: it must be a whole number of at least 1")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{math.ceil(size / 2**20)} MiB"
