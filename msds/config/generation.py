@@ -37,7 +37,7 @@ class GenerationConfig:
     repetition_penalty: float | None = None
     """> 0; 1 for none."""
     not_applied: tuple[str, ...] = ()
-    """Further fields of generation_config.json that have a value and that no sampler here looks at."""
+    """Further fields of generation_config.json that ask for something and that no sampler here looks at."""
 
 
 def read_generation_config(folder: str | Path) -> GenerationConfig:
@@ -63,7 +63,9 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
     )
     raise_faults(str(file), fields.faults)
     read = fields.seen | _NOT_SAMPLING
-    not_applied = (name for name, value in fields.data.items() if value is not None and name not in read)
+    not_applied = (
+        name for name, value in fields.data.items() if value not in (None, False) and name not in read
+    )
     return replace(config, not_applied=tuple(not_applied))
 
 

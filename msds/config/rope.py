@@ -60,7 +60,7 @@ class RopeScaling:
     @property
     def amplitude(self) -> float:
         """What cos and sin are multiplied by: 1 except for yarn, where it is `attention_factor` or
-        m(mscale)/m(mscale_all_dim) with m(x) = 0.1 x ln(factor) + 1: 1 for DeepSeek-V3, 0.1 ln(factor) + 1 for
+        m(mscale)/m(mscale_all_dim), m(x) = 0.1 x ln(factor) + 1: 1 for DeepSeek-V3, 0.1 ln(factor) + 1 for
         a Llama or Qwen2 config that has neither mscale."""
         if self.rope_type != "yarn":
             return 1.0
