@@ -141,9 +141,8 @@ def _layout_faults(path: Path, tensors: list[TensorInfo], data_start: int, size:
         if begin < position:
             faults.append(f"{path.name}: tensors {previous} and {info.name} overlap")
         elif begin > position:
-            faults.append(
-                f"{path.name}: {begin - position} bytes between {previous} and {info.name} belong to none"
-            )
+            gap = begin - position
+            faults.append(f"{path.name}: {gap} bytes between {previous} and {info.name} belong to no tensor")
         position, previous = max(position, end), info.name
     if position > size:
         faults.append(f"{path.name}: is truncated: expected {position} bytes, has {size}")

@@ -138,8 +138,8 @@ def _write_tensors(
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for source in ordered:
-        if source.name in header:
-            raise CheckpointError(f"tensor {source.name} is given twice")
+        if source.name in header or source.name == "__metadata__":
+            raise CheckpointError(f"tensor {source.name} is given twice, or has the format's reserved name")
         header[source.name] = {
             "dtype": stored_type(source.dtype).name,
             "shape": list(source.shape),
