@@ -48,9 +48,7 @@ def _llama_layer(config: LlamaConfig) -> int:
     width, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     attention = width * (queries + 2 * keys) + queries * width
-    attention += (queries + 2 * keys if config.attention_bias else 0) + (
-        width if config.attention_out_bias else 0
-    )
+    attention += (queries + 2 * keys if config.attention_bias else 0) + (width if config.attention_out_bias else 0)
     return 2 * width + attention + 3 * width * inner + (2 * inner + width if config.mlp_bias else 0)
 
 

@@ -148,7 +148,8 @@ def _choice_faults(config: DeepseekConfig) -> Iterator[Fault]:
 def _group_faults(config: DeepseekConfig) -> Iterator[Fault]:
     """The three conditions under which a token finds its experts inside its groups."""
     experts, groups, chosen = config.n_routed_experts, config.n_group, config.num_experts_per_tok
-    smallest = 2 if config.topk_method == "noaux_tc" else 1  # noaux_tc adds up the two best of each group
+    # noaux_tc adds up the two best of each group; one group needs no score.
+    smallest = 2 if config.topk_method == "noaux_tc" and groups > 1 else 1
     nearest = nearest_divisor(experts, groups, smallest)
     if nearest != groups:
         hint = "choose topk_method greedy" if nearest is None else f"the nearest legal value is {nearest}"
@@ -159,9 +160,7 @@ def _group_faults(config: DeepseekConfig) -> Iterator[Fault]:
         yield fault("topk_group", config.topk_group, reason, "n_group")
     elif chosen > config.topk_group * (experts // groups):
         reachable = config.topk_group * (experts // groups)
-        reason = (
-            f"topk_group = {config.topk_group} of n_group = {groups} groups hold {reachable} experts at most"
-        )
+        reason = f"topk_group = {config.topk_group} of n_group = {groups} groups hold {reachable} experts at most"
         others = ("topk_group", "n_group", "n_routed_experts")
         yield fault("num_experts_per_tok", chosen, f"{reason}, the nearest legal value", *others)
 

@@ -49,9 +49,7 @@ class Fields:
     `faults`, `warnings` and the set of looked-at names belong to the object; sections share the first two.
     """
 
-    def __init__(
-        self, data: Mapping[str, object], *, within: "Fields | None" = None, prefix: str = ""
-    ) -> None:
+    def __init__(self, data: Mapping[str, object], *, within: "Fields | None" = None, prefix: str = "") -> None:
         self.data = data
         self.prefix = prefix
         self.faults: list[Fault] = within.faults if within else []
@@ -78,9 +76,7 @@ class Fields:
             if found is None:
                 found, first = value, spelling
             elif value != found:
-                self.fail(
-                    spelling, value, f"contradicts {self.prefix}{first} = {shown(found)}; keep one of them"
-                )
+                self.fail(spelling, value, f"contradicts {self.prefix}{first} = {shown(found)}; keep one of them")
         return found
 
     def is_present(self, name: str, *aliases: str) -> bool:
@@ -167,9 +163,7 @@ class Fields:
         """One id or a list of ids; () if absent or null. Order is kept, repetitions are dropped."""
         value = self.raw(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if all(
-            isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= MAX_INTEGER for item in ids
-        ):
+        if all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item <= MAX_INTEGER for item in ids):
             return tuple(dict.fromkeys(ids))
         self.fail(name, value, "a token id (an integer >= 0) or a list of them is wanted")
         return ()

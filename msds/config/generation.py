@@ -63,9 +63,7 @@ def read_generation_config(folder: str | Path) -> GenerationConfig:
     )
     raise_faults(str(file), fields.faults)
     read = fields.seen | _NOT_SAMPLING
-    not_applied = (
-        name for name, value in fields.data.items() if value not in (None, False) and name not in read
-    )
+    not_applied = (name for name, value in fields.data.items() if value not in (None, False) and name not in read)
     return replace(config, not_applied=tuple(not_applied))
 
 

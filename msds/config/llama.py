@@ -82,9 +82,7 @@ def llama_faults(config: LlamaConfig) -> Iterator[Fault]:
         reason = f"llama has biases on q, k, v and o alike: attention_bias = {shown(config.attention_bias)}"
         yield fault("attention_out_bias", config.attention_out_bias, reason, "attention_bias")
     if config.head_dim % 2:
-        yield fault(
-            "head_dim", config.head_dim, odd_reason(config.head_dim), "hidden_size", "num_attention_heads"
-        )
+        yield fault("head_dim", config.head_dim, odd_reason(config.head_dim), "hidden_size", "num_attention_heads")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
         legal = nearest_divisor(heads, kv_heads)
@@ -102,9 +100,7 @@ def read_llama(fields: Fields) -> dict[str, Any]:
     is_qwen2 = values["model_type"] == "qwen2"
     # A Llama without the field has as many as query heads; Qwen2's class default (32) would be a guess.
     may_be_absent = not is_qwen2 or "num_key_value_heads" in fields.data
-    values["num_key_value_heads"] = fields.integer(
-        "num_key_value_heads", default=heads if may_be_absent else None
-    )
+    values["num_key_value_heads"] = fields.integer("num_key_value_heads", default=heads if may_be_absent else None)
     if is_qwen2:
         fields.only("attention_bias", True, "qwen2 always has biases on q, k and v")
         fields.only("mlp_bias", False, "the MLP of qwen2 has no bias")
@@ -121,17 +117,13 @@ def _read_head_dim(fields: Fields, hidden_size: int, heads: int) -> int:
     if fields.raw("head_dim") is not None:
         return fields.integer("head_dim")
     if hidden_size % heads and not fields.has_faults("hidden_size", "num_attention_heads"):
-        fields.fail(
-            "hidden_size", hidden_size, f"not a multiple of num_attention_heads = {heads}, and no head_dim"
-        )
+        fields.fail("hidden_size", hidden_size, f"not a multiple of num_attention_heads = {heads}, and no head_dim")
     if hidden_size < heads or hidden_size % heads or fields.has_faults("hidden_size", "num_attention_heads"):
         return 2  # only a placeholder: a fault is on record
     return hidden_size // heads
 
 
-def _refuse_sliding_windows(
-    fields: Fields, layers: int, max_position_embeddings: int, is_qwen2: bool
-) -> None:
+def _refuse_sliding_windows(fields: Fields, layers: int, max_position_embeddings: int, is_qwen2: bool) -> None:
     """Every layer attends to everything. A window is refused where it would act: switched on, shorter than
     the longest text, and with layers above max_window_layers (the lower ones never have it)."""
     layer_types = fields.raw("layer_types")
@@ -143,9 +135,7 @@ def _refuse_sliding_windows(
     if not is_qwen2:
         return
     is_on = fields.flag("use_sliding_window", default=False)
-    window = fields.integer(
-        "sliding_window", default=max_position_embeddings if not is_on else 4096, null=MAX_INTEGER
-    )
+    window = fields.integer("sliding_window", default=max_position_embeddings if not is_on else 4096, null=MAX_INTEGER)
     first = fields.integer("max_window_layers", minimum=0, default=28)
     if is_on and other is None and first < layers and window < max_position_embeddings:
         reason = (

@@ -24,9 +24,7 @@ def read_weight_block_size(fields: Fields) -> tuple[int, int] | None:
     section.warn_of_unseen()
     if isinstance(size, list) and len(size) == 2 and all(_is_size(item) for item in size):
         return size[0], size[1]
-    section.fail(
-        "weight_block_size", size, "[rows, columns] of a scale block is wanted, for example [128, 128]"
-    )
+    section.fail("weight_block_size", size, "[rows, columns] of a scale block is wanted, for example [128, 128]")
     return None
 
 

@@ -34,9 +34,7 @@ def config_warnings(path: str | Path) -> tuple[str, ...]:
     return _read(path)[1]
 
 
-def parse_config(
-    data: Mapping[str, object], source: str = "config.json"
-) -> tuple[ModelConfig, tuple[str, ...]]:
+def parse_config(data: Mapping[str, object], source: str = "config.json") -> tuple[ModelConfig, tuple[str, ...]]:
     """A config from the fields of a config.json, and what is odd but legal in it."""
     model_type = data.get("model_type")
     fields = Fields(data)

@@ -80,9 +80,7 @@ def _mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def read_rope(
-    fields: Fields, max_position_embeddings: int, *, is_mla: bool
-) -> tuple[float, RopeScaling | None]:
+def read_rope(fields: Fields, max_position_embeddings: int, *, is_mla: bool) -> tuple[float, RopeScaling | None]:
     """rope_theta and scaling from either spelling: `rope_theta` beside `rope_scaling` (hub), or both inside
     `rope_parameters` (transformers 5). A file that has both must say the same twice."""
     section = _rope_section(fields)
@@ -116,9 +114,7 @@ def _rope_section(fields: Fields) -> Fields | None:
 def _read_scaling(section: Fields, max_position_embeddings: int, is_mla: bool) -> RopeScaling | None:
     kind = section.raw("rope_type", "type")
     if kind is None and "factor" in section.data:
-        section.fail(
-            "rope_type", None, f"a factor without a type has no meaning; state one of {', '.join(ROPE_TYPES)}"
-        )
+        section.fail("rope_type", None, f"a factor without a type has no meaning; state one of {', '.join(ROPE_TYPES)}")
     elif kind not in (None, "default", *ROPE_TYPES):
         section.fail("rope_type", kind, f"supported: default, {', '.join(ROPE_TYPES)}")
         return None

@@ -79,9 +79,7 @@ def test_counts_are_those_of_transformers(family: str, changes: dict[str, Any]) 
             transformers.AutoConfig.for_model(**json.loads(json.dumps(data)))
         )
     theirs = sum(tensor.numel() for tensor in model.parameters())
-    theirs += sum(
-        tensor.numel() for name, tensor in model.named_buffers() if "e_score_correction_bias" in name
-    )
+    theirs += sum(tensor.numel() for name, tensor in model.named_buffers() if "e_score_correction_bias" in name)
     assert count_parameters(config).total == theirs
 
 

@@ -47,9 +47,7 @@ def test_hub_style_deepseek_v3_is_read_field_by_field(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scaling", [None, "yarn", "llama3", "linear", "dynamic"])
-def test_transformers_5_style_reads_equal_to_hub_style(
-    tmp_path: Path, family: str, scaling: str | None
-) -> None:
+def test_transformers_5_style_reads_equal_to_hub_style(tmp_path: Path, family: str, scaling: str | None) -> None:
     import transformers
 
     classes = {
@@ -71,9 +69,7 @@ def test_transformers_5_style_reads_equal_to_hub_style(
 
 
 def test_transformers_own_names_for_mtp_layers_and_experts_are_read() -> None:
-    renamed = edited(
-        V3, num_nextn_predict_layers=..., num_mtp_layers=2, n_routed_experts=..., num_local_experts=8
-    )
+    renamed = edited(V3, num_nextn_predict_layers=..., num_mtp_layers=2, n_routed_experts=..., num_local_experts=8)
     config, _ = parse_config(renamed)
     assert isinstance(config, DeepseekConfig)
     assert (config.num_nextn_predict_layers, config.n_routed_experts) == (2, 8)
@@ -117,6 +113,7 @@ LEGAL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("every second layer MoE", V3, {"moe_layer_freq": 2}),
     ("v_head_dim apart", V3, {"v_head_dim": 10}),
     ("one group", V3, {"n_group": 1, "topk_group": 1}),
+    ("one expert", V3, {"n_routed_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 1}),
     ("groups ignored by greedy", V3, {"topk_method": "greedy", "n_group": 3, "topk_group": 7}),
     ("V2 routing in V3", V3, {"topk_method": "group_limited_greedy"}),
     ("V3 routing in V2", V2, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
@@ -149,9 +146,7 @@ LEGAL: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("base", "changes"), [case[1:] for case in LEGAL], ids=[case[0] for case in LEGAL])
-def test_odd_but_legal_configs_are_read_and_written_back(
-    base: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_odd_but_legal_configs_are_read_and_written_back(base: dict[str, Any], changes: dict[str, Any]) -> None:
     config, warnings = parse_config(edited(base, **changes))
     assert warnings == ()
     assert parse_config(json.loads(json.dumps(config_json(config)))) == (config, ())
@@ -221,9 +216,7 @@ def test_yarn_amplitude_is_that_of_transformers(fields: dict[str, float], factor
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 2048, **fields}
     config, _ = parse_config(edited(QWEN2, rope_scaling=scaling))
     assert config.rope_scaling is not None
-    theirs = ROPE_INIT_FUNCTIONS["yarn"](
-        Qwen2Config.from_dict(edited(QWEN2, rope_scaling=dict(scaling))), "cpu"
-    )[1]
+    theirs = ROPE_INIT_FUNCTIONS["yarn"](Qwen2Config.from_dict(edited(QWEN2, rope_scaling=dict(scaling))), "cpu")[1]
     assert config.rope_scaling.amplitude == pytest.approx(theirs, rel=1e-12)
 
 
@@ -231,9 +224,7 @@ def test_yarn_amplitude_is_that_of_transformers(fields: dict[str, float], factor
     ("fields", "amplitude"),
     [({"mscale": 0.5}, 1.184444), ({"mscale_all_dim": 1.0}, 1.0), ({}, 1.368888)],
 )
-def test_yarn_amplitude_of_mla_is_that_of_the_published_code(
-    fields: dict[str, float], amplitude: float
-) -> None:
+def test_yarn_amplitude_of_mla_is_that_of_the_published_code(fields: dict[str, float], amplitude: float) -> None:
     """m(mscale) / m(mscale_all_dim) with 1 and 0 for what is absent, m(x) = 0.1 x ln(40) + 1."""
     scaling = {**edited(YARN, mscale=..., mscale_all_dim=...), **fields}
     config, warnings = parse_config(edited(V3, rope_scaling=scaling))

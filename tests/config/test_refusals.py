@@ -150,9 +150,7 @@ def test_a_faulty_config_ends_in_one_error_with_field_and_value(
 
 def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        parse_config(
-            edited(V3, hidden_act="relu", n_group=3, vocab_size="x", rope_scaling={**YARN, "factor": 0})
-        )
+        parse_config(edited(V3, hidden_act="relu", n_group=3, vocab_size="x", rope_scaling={**YARN, "factor": 0}))
     text = str(error.value)
     assert "4 faults" in text
     for part in ('hidden_act = "relu"', "n_group = 3", 'vocab_size = "x"', "rope_scaling.factor = 0"):
