@@ -8,18 +8,26 @@ from typing import Any
 
 _HOMES = {
     "ArraySpec": "specs",
+    "Bucket": "buckets",
+    "Compiled": "compile",
     "GraphError": "errors",
     "Plan": "plan",
     "Tree": "trees",
     "TreeDef": "trees",
     "UnplannedShapeError": "errors",
+    "assign": "binding",
+    "bind": "binding",
+    "compile_count": "counter",
+    "count_compiles": "counter",
     "init_tree": "specs",
+    "ladder": "buckets",
     "tree_flatten": "trees",
     "tree_from_items": "trees",
     "tree_get": "trees",
     "tree_items": "trees",
     "tree_map": "trees",
     "tree_unflatten": "trees",
+    "value_and_grad": "grad",
 }
 
 

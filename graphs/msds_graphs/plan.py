@@ -26,9 +26,7 @@ class Plan:
         pairs = tuple(sorted(impl.items() if isinstance(impl, Mapping) else impl))
         for op, name in pairs:
             if name not in IMPLEMENTATIONS:
-                raise GraphError(
-                    f"implementation {name!r} of op {op!r} is unknown: use {', '.join(IMPLEMENTATIONS)}"
-                )
+                raise GraphError(f"implementation {name!r} of op {op!r} is unknown: use {', '.join(IMPLEMENTATIONS)}")
         names = [op for op, _ in pairs]
         if len(set(names)) != len(names):
             raise GraphError(f"an op has two implementations in {pairs}: name each op once")

@@ -60,17 +60,13 @@ class ArraySpec:
         object.__setattr__(self, "axes", tuple(self.axes))
         for dim in self.shape:
             if isinstance(dim, bool) or not isinstance(dim, (int, str)) or dim == "":
-                raise GraphError(
-                    f"dimension {dim!r} of {self.shape}: use a size or the name of a symbolic dim"
-                )
+                raise GraphError(f"dimension {dim!r} of {self.shape}: use a size or the name of a symbolic dim")
             if isinstance(dim, int) and dim < 0:
                 raise GraphError(f"dimension {dim} of {self.shape}: sizes are not negative")
         if self.dtype not in ITEM_SIZES:
             raise GraphError(f"dtype {self.dtype!r} is unknown: use one of {', '.join(ITEM_SIZES)}")
         if self.axes and len(self.axes) != len(self.shape):
-            raise GraphError(
-                f"axes {self.axes} name {len(self.axes)} of the {len(self.shape)} dims {self.shape}"
-            )
+            raise GraphError(f"axes {self.axes} name {len(self.axes)} of the {len(self.shape)} dims {self.shape}")
         _check_init(self.init)
 
     @property
@@ -121,10 +117,11 @@ def init_tree(spec_tree: Tree, seed: int) -> Tree:
     """
     leaves, treedef = tree_flatten(spec_tree)
     paths = treedef.paths()
-    return tree_unflatten(treedef, (_init_leaf(*pair, seed) for pair in zip(paths, leaves, strict=True)))
+    return tree_unflatten(treedef, (init_leaf(*pair, seed) for pair in zip(paths, leaves, strict=True)))
 
 
-def _init_leaf(path: str, spec: Any, seed: int) -> npt.NDArray[Any]:
+def init_leaf(path: str, spec: Any, seed: int) -> npt.NDArray[Any]:
+    """The leaf at `path` of `init_tree`."""
     if not isinstance(spec, ArraySpec):
         raise GraphError(f"{path!r} is a {type(spec).__name__}: init_tree takes a tree of ArraySpec")
     if spec.symbols:
@@ -153,11 +150,14 @@ def _init_leaf(path: str, spec: Any, seed: int) -> npt.NDArray[Any]:
     return round_to_bfloat16(values) if spec.dtype == "bfloat16" else values.astype(dtype, copy=False)
 
 
+def numpy_has(dtype: str) -> bool:
+    """Whether `dtype` is a dtype of NumPy itself: all but bfloat16 and float8 are."""
+    return dtype != "bfloat16" and not dtype.startswith("float8")
+
+
 def storage_dtype(dtype: str) -> np.dtype[Any]:
-    """The NumPy dtype that holds values of `dtype` on the host: float32 for bfloat16 and float8."""
-    if dtype == "bfloat16" or dtype.startswith("float8"):
-        return np.dtype(np.float32)
-    return np.dtype(dtype)
+    """The NumPy dtype that holds values of `dtype` on the host: float32 for what NumPy lacks."""
+    return np.dtype(dtype if numpy_has(dtype) else np.float32)
 
 
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

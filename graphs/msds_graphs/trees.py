@@ -41,9 +41,7 @@ class TreeDef:
         if self.kind is None:
             return (prefix,)
         return tuple(
-            path
-            for key, child in zip(self.keys, self.children, strict=True)
-            for path in child.paths(join(prefix, key))
+            path for key, child in zip(self.keys, self.children, strict=True) for path in child.paths(join(prefix, key))
         )
 
 
@@ -229,8 +227,7 @@ def _insert(root: dict[str, Any], path: str, leaf: Any) -> None:
 
 def _close(node: dict[str, Any], path: str) -> Tree:
     closed = {
-        key: child.leaf if isinstance(child, _Boxed) else _close(child, join(path, key))
-        for key, child in node.items()
+        key: child.leaf if isinstance(child, _Boxed) else _close(child, join(path, key)) for key, child in node.items()
     }
     if not closed or not all(key.isdecimal() for key in closed):
         for key in closed:
@@ -238,9 +235,7 @@ def _close(node: dict[str, Any], path: str) -> Tree:
         return closed
     expected = [str(index) for index in range(len(closed))]
     if sorted(closed, key=int) != expected:
-        raise GraphError(
-            f"indices {sorted(closed)} below {path or 'the root'!r} are not 0..{len(closed) - 1}"
-        )
+        raise GraphError(f"indices {sorted(closed)} below {path or 'the root'!r} are not 0..{len(closed) - 1}")
     return tuple(closed[key] for key in expected)
 
 
