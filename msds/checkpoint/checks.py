@@ -13,9 +13,7 @@ MAX_FAULTS = 40
 """How many faults of one kind are spelled out; a model of the wrong size has tens of thousands."""
 
 
-def check_checkpoint(
-    checkpoint: Checkpoint, entries: Iterable[Entry], skipped: Sequence[Skip] = ()
-) -> Ledger:
+def check_checkpoint(checkpoint: Checkpoint, entries: Iterable[Entry], skipped: Sequence[Skip] = ()) -> Ledger:
     """Checks files, names, shapes, number types and scales, and returns the ledger that a load will keep.
 
     Raises one CheckpointError that lists every fault. Values are not read: `load` looks at them as they pass.

@@ -14,7 +14,7 @@ from msds.errors import CheckpointError
 
 Array = NDArray[Any]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 512 << 10
 """Conversions and reads go in pieces of about this many bytes, so that their temporaries stay small."""
 
 
@@ -143,13 +143,9 @@ def decode(raw: Array, stored: StoredType, out: NDArray[np.float32]) -> None:
     if stored.dtype == "bfloat16":
         decode_bfloat16(raw, out)
     elif stored.dtype == "float8_e4m3fn":
-        np.take(
-            E4M3FN_VALUES, raw, out=out, mode="clip"
-        )  # "clip" writes to `out` without a buffer; codes are in range
+        np.take(E4M3FN_VALUES, raw, out=out, mode="clip")  # "clip" writes to `out` without a buffer; codes are in range
     elif stored.is_coded:
-        raise CheckpointError(
-            f"{stored.name} numbers can only be read raw; as weights use F8_E4M3, BF16 or F32"
-        )
+        raise CheckpointError(f"{stored.name} numbers can only be read raw; as weights use F8_E4M3, BF16 or F32")
     else:
         with np.errstate(over="ignore"):
             out[...] = raw

@@ -147,9 +147,7 @@ def _permuted_heads(name: str, config: Mapping[str, Any]) -> int | None:
     return int(config["num_key_value_heads"]) if ".attn_k." in name else None
 
 
-def _convert(
-    gguf: ModuleType, tensor: Any, shape: tuple[int, ...], permuted_heads: int | None, dtype: str
-) -> Array:
+def _convert(gguf: ModuleType, tensor: Any, shape: tuple[int, ...], permuted_heads: int | None, dtype: str) -> Array:
     """The raw numbers to write for one tensor."""
     values: Array = _dequantise(gguf, tensor).reshape(shape)
     if dtype == "float16" and values.size and float(np.abs(values).max()) > float(np.finfo(np.float16).max):

@@ -34,8 +34,7 @@ class Metadata:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(
-                f"{self.source}: {key} must be {kind.__name__}, "
-                f"got {type(value).__name__} {str(value)[:60]!r}"
+                f"{self.source}: {key} must be {kind.__name__}, got {type(value).__name__} {str(value)[:60]!r}"
             )
         return value
 
@@ -146,9 +145,7 @@ def _rope_scaling(
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
-        raise CheckpointError(
-            f"{metadata.source}: rope scaling {kind!r} cannot be imported; linear, yarn can"
-        )
+        raise CheckpointError(f"{metadata.source}: rope scaling {kind!r} cannot be imported; linear, yarn can")
     scaling: dict[str, Any] = {
         "rope_type": kind,
         "factor": shortest(metadata.require(f"{arch}.rope.scaling.factor", float)),

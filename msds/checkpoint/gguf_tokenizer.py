@@ -62,9 +62,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """The tokenizer that the GGUF file describes; errors name a model or rule that is not in the table."""
     model = metadata.require("tokenizer.ggml.model", str)
     if model != "gpt2":
-        raise CheckpointError(
-            f"{metadata.source}: tokenizer model {model!r} cannot be imported; gpt2 (BPE) can"
-        )
+        raise CheckpointError(f"{metadata.source}: tokenizer model {model!r} cannot be imported; gpt2 (BPE) can")
     rule = metadata.optional("tokenizer.ggml.pre", str) or "default"
     if rule not in _RULES:
         raise CheckpointError(

@@ -30,13 +30,9 @@ class Entry:
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise CheckpointError(
-                f"{self.path}: weights load as float32, float16 or bfloat16, not {self.dtype!r}"
-            )
+            raise CheckpointError(f"{self.path}: weights load as float32, float16 or bfloat16, not {self.dtype!r}")
         if len(self.names) != (self.shape[0] if self.stacked else 1):
-            raise CheckpointError(
-                f"{self.path} {list(self.shape)} cannot be made of {len(self.names)} tensors"
-            )
+            raise CheckpointError(f"{self.path} {list(self.shape)} cannot be made of {len(self.names)} tensors")
         self.loaded_shape  # noqa: B018  refuses an index that does not fit
 
     @property

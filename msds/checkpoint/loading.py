@@ -44,8 +44,7 @@ def load(
         )
     # np.empty reserves addresses; memory is taken as values arrive.
     arrays = {
-        path: np.empty(entry.loaded_shape, stored_type(entry.dtype).raw)
-        for path, entry in ledger.entries.items()
+        path: np.empty(entry.loaded_shape, stored_type(entry.dtype).raw) for path, entry in ledger.entries.items()
     }
     bar = byte_progress("load", sum(array.nbytes for array in arrays.values()), progress)
     try:
@@ -92,6 +91,4 @@ def _refuse_non_finite(
     flat = start + int(is_finite.argmin())
     inside = np.unravel_index(flat, [stop - first for first, stop in ranges])
     position = [first + int(i) for (first, _), i in zip(ranges, inside, strict=True)]
-    raise CheckpointError(
-        f"tensor {info.name} ({info.dtype}) is not finite at {position} when loaded as {entry.dtype}"
-    )
+    raise CheckpointError(f"tensor {info.name} ({info.dtype}) is not finite at {position} when loaded as {entry.dtype}")

@@ -93,9 +93,7 @@ def _sums(folder: Path) -> dict[str, str]:
         match = _LINE.fullmatch(line)
         name = match[2].removeprefix("./") if match else ""
         if match is None or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(
-                f"{path}, line {number}: expected a sha256 and a file of this folder, got {line!r}"
-            )
+            raise CheckpointError(f"{path}, line {number}: expected a sha256 and a file of this folder, got {line!r}")
         digests[name] = match[1].lower()
     return digests
 

@@ -159,8 +159,7 @@ def _write_tensor(file: IO[bytes], source: TensorSource) -> None:
     raw = np.asarray(source.make(), order="C")
     if raw.shape != source.shape or raw.dtype != stored_type(source.dtype).raw:
         raise CheckpointError(
-            f"tensor {source.name}: announced {source.dtype} {list(source.shape)}, "
-            f"made {raw.dtype} {list(raw.shape)}"
+            f"tensor {source.name}: announced {source.dtype} {list(source.shape)}, made {raw.dtype} {list(raw.shape)}"
         )
     file.write(raw.reshape(-1).view(np.uint8).data)
 

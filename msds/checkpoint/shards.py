@@ -52,9 +52,7 @@ class Checkpoint:
         block = None
         if weight_block_size is not None:
             if len(weight_block_size) != 2 or min(weight_block_size) < 1:
-                raise CheckpointError(
-                    f"weight_block_size must be two positive sizes, got {weight_block_size}"
-                )
+                raise CheckpointError(f"weight_block_size must be two positive sizes, got {weight_block_size}")
             block = (int(weight_block_size[0]), int(weight_block_size[1]))
         if (folder / INDEX_NAME).exists():
             return cls(folder, *_scan_indexed(folder), block)
@@ -101,17 +99,13 @@ class Checkpoint:
         for _ in self.pieces_into(name, out, dtype, index):
             pass
 
-    def pieces_into(
-        self, name: str, out: Array, dtype: str, index: Index | None = None
-    ) -> Iterator[tuple[int, Array]]:
+    def pieces_into(self, name: str, out: Array, dtype: str, index: Index | None = None) -> Iterator[tuple[int, Array]]:
         """`read_into` piece by piece: yields (first element, flat part of `out`) as parts are filled."""
         info = self.info(name)
         if out.shape != slice_shape(info, index) or not out.flags.c_contiguous:
             raise CheckpointError(f"tensor {name}: cannot fill an array of shape {list(out.shape)}")
         if out.dtype != stored_type(dtype).raw:
-            raise CheckpointError(
-                f"tensor {name}: {dtype} is held as {stored_type(dtype).raw}, got {out.dtype}"
-            )
+            raise CheckpointError(f"tensor {name}: {dtype} is held as {stored_type(dtype).raw}, got {out.dtype}")
         if dtype == info.dtype:
             yield from read_pieces(self.files, info, index, into=out)
             return
@@ -139,9 +133,7 @@ class Checkpoint:
         if scale.shape != scale_grid(info.shape, self.weight_block_size):
             raise CheckpointError(wrong_grid(info.name, info.shape, scale.shape, self.weight_block_size))
         ranges = bounds(info.name, info.shape, index)
-        part = self.read(scale.name, grid_index(ranges, self.weight_block_size)).astype(
-            np.float32, copy=False
-        )
+        part = self.read(scale.name, grid_index(ranges, self.weight_block_size)).astype(np.float32, copy=False)
         return BlockScales.of_part(part, ranges, self.weight_block_size, info.name)
 
     def close(self) -> None:

@@ -28,9 +28,7 @@ def decoded(raw, stored):
     return out
 
 
-@pytest.mark.parametrize(
-    ("bits", "value"), [(0x3F80, 1.0), (0x4049, 3.140625), (0xFF80, -np.inf), (0x8000, -0.0)]
-)
+@pytest.mark.parametrize(("bits", "value"), [(0x3F80, 1.0), (0x4049, 3.140625), (0xFF80, -np.inf), (0x8000, -0.0)])
 def test_bfloat16_bits_have_their_values(bits, value):
     got = decoded(np.array([bits], np.uint16), BF16)[0]
     assert got == value
@@ -92,9 +90,7 @@ def test_encoding_e4m3fn_equals_torch_within_its_range(values):
     np.testing.assert_array_equal(encode_e4m3fn(array), expected)
 
 
-@pytest.mark.parametrize(
-    "value", [np.nan, np.inf, -np.inf, np.nextafter(np.float32(464), np.float32(500)), 1e30]
-)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.nextafter(np.float32(464), np.float32(500)), 1e30])
 def test_e4m3fn_beyond_its_range_is_nan(value):
     assert encode_e4m3fn(np.array([value], np.float32))[0] & 0x7F == 0x7F
 

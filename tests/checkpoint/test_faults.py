@@ -130,9 +130,7 @@ def wrong_shape(folder):
 
 
 def no_scales(folder):
-    write_file(
-        folder / shard(1), [raw_source("a.weight", np.zeros(SHAPES["a.weight"], np.uint8), "float8_e4m3fn")]
-    )
+    write_file(folder / shard(1), [raw_source("a.weight", np.zeros(SHAPES["a.weight"], np.uint8), "float8_e4m3fn")])
 
 
 FAULTS = [
@@ -253,9 +251,7 @@ def test_a_folder_without_a_checkpoint_says_what_it_has(tmp_path):
         Checkpoint.open(tmp_path / "absent")
 
 
-@pytest.mark.parametrize(
-    "bad", [header(x=1), header(x={"dtype": "F32"}), header(x={"dtype": "F32", "shape": [True]})]
-)
+@pytest.mark.parametrize("bad", [header(x=1), header(x={"dtype": "F32"}), header(x={"dtype": "F32", "shape": [True]})])
 def test_nonsense_entries_are_refused(tmp_path, bad):
     (tmp_path / "model.safetensors").write_bytes(bad)
     assert "tensor x" in Checkpoint.open(tmp_path).faults[0]

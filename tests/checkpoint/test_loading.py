@@ -178,9 +178,7 @@ def test_float8_weights_are_scaled_and_their_scales_accounted_for(tmp_path):
     write_checkpoint(tmp_path, [*sources, *stray])
     checkpoint = Checkpoint.open(tmp_path, weight_block_size=(16, 16))
     entries = [Entry("w", ("w",), (24, 20), "bfloat16"), Entry("v", ("v",), (2, 2))]
-    with pytest.warns(
-        CheckpointWarning, match="v_scale_inv"
-    ):  # v is not float8: its scales belong to nothing
+    with pytest.warns(CheckpointWarning, match="v_scale_inv"):  # v is not float8: its scales belong to nothing
         arrays = load(checkpoint, entries)
     assert check_checkpoint(checkpoint, entries).scales == {"w_scale_inv"}
     one_to_four = np.array([[0x3F80, 0x4000], [0x4040, 0x4080]], np.uint16)

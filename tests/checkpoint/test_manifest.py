@@ -38,9 +38,7 @@ def test_all_differences_come_in_one_error(folder):
     write_manifest(folder)
     (folder / "config.json").unlink()
     (folder / "model.safetensors").write_bytes(b"weighty" * 1000)
-    with pytest.raises(
-        CheckpointError, match=r"config\.json is missing\n.*model\.safetensors has sha256 .*, expected"
-    ):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing\n.*model\.safetensors has sha256 .*, expected"):
         verify_manifest(folder)
 
 
@@ -65,9 +63,7 @@ def test_records_of_a_hub_download_count(folder):
     records.mkdir(parents=True)
     weights = digest(folder / "model.safetensors")
     (records / "model.safetensors.metadata").write_text(f"revision\n{weights}\n1700000000.0\n")
-    (records / "config.json.metadata").write_text(
-        f"revision\n{'a' * 40}\n1700000000.0\n"
-    )  # a git id: no sha256
+    (records / "config.json.metadata").write_text(f"revision\n{'a' * 40}\n1700000000.0\n")  # a git id: no sha256
     assert verify_manifest(folder) == 1
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

@@ -13,9 +13,7 @@ from msds.checkpoint import Checkpoint, TensorSource, raw_source, tensor_source,
 from msds.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-dtypes = st.sampled_from(
-    ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool"]
-)
+dtypes = st.sampled_from(["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool"])
 
 
 @given(
@@ -105,9 +103,7 @@ def test_a_folder_with_a_checkpoint_is_not_mixed_with_another(tmp_path):
 
 def test_a_name_given_twice_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a is given twice"):
-        write_file(
-            tmp_path / "x.safetensors", [tensor_source("a", np.ones(4)), tensor_source("a", np.ones(4))]
-        )
+        write_file(tmp_path / "x.safetensors", [tensor_source("a", np.ones(4)), tensor_source("a", np.ones(4))])
 
 
 def test_raw_bits_must_have_the_type_that_holds_them():

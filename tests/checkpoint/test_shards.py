@@ -92,9 +92,7 @@ def test_tensors_larger_than_a_piece(tmp_path):
     checkpoint = Checkpoint.open(tmp_path)
     expected = torch.from_numpy(array).bfloat16().float().numpy()
     np.testing.assert_array_equal(checkpoint.read("x"), expected)
-    np.testing.assert_array_equal(
-        checkpoint.read("x", (slice(7, 1499), slice(1, 2002))), expected[7:1499, 1:2002]
-    )
+    np.testing.assert_array_equal(checkpoint.read("x", (slice(7, 1499), slice(1, 2002))), expected[7:1499, 1:2002])
     np.testing.assert_array_equal(checkpoint.read("y", (slice(None), slice(1000, None))), array[:, 1000:])
 
 
