@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msds.checkpoint.dtypes import CHUNK_BYTES, Array, encode
-from msds.checkpoint.gguf_metadata import Metadata, check_names, generation_config, hf_config
+from msds.checkpoint.gguf_metadata import (
+    Metadata,
+    check_header,
+    check_names,
+    check_shapes,
+    generation_config,
+    hf_config,
+)
 from msds.checkpoint.gguf_tokenizer import build_tokenizer, tokenizer_config
 from msds.checkpoint.save import TensorSource, write_checkpoint
 from msds.errors import CheckpointError
@@ -95,14 +102,16 @@ def _write_folder(gguf: ModuleType, source: Path, folder: Path, dtype: str, prog
         raise CheckpointError(f"{source.name} is not a readable GGUF file: {error}") from error
     metadata = Metadata(source.name, fields)
     names = {name: hf_name for name in tensors if (hf_name := translate_name(name))}
+    check_header(metadata)
     check_names(metadata, tensors, names)
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
     freqs = _dequantise(gguf, tensors["rope_freqs.weight"]) if "rope_freqs.weight" in tensors else None
     config = hf_config(metadata, shapes, freqs, dtype)
+    check_shapes(source.name, config, shapes)
     # One row of each quantisation, so that one that is not known is found before anything is written.
     for tensor in {tensor.tensor_type: tensor for tensor in tensors.values()}.values():
         _dequantise_rows(gguf, tensor, slice(0, 1))
-    tokenizer = build_tokenizer(metadata)
+    tokenizer = build_tokenizer(metadata, config["vocab_size"])
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(metadata))

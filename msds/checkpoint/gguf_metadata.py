@@ -18,6 +18,31 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 """GGUF architectures that can be imported; the name is also the `model_type`."""
 
 
+_KNOWN_KEYS = frozenset(
+    (
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.value_length",
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "expert_count",
+        "feed_forward_length",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scaling.factor",
+        "rope.scaling.finetuned",
+        "rope.scaling.original_context_length",
+        "rope.scaling.type",
+        "tensor_data_layout",
+        "vocab_size",
+    )
+)
+"""Keys of an architecture that are read here or say nothing that the tensors do not."""
+
+
 @dataclass(frozen=True)
 class Metadata:
     """The key-value part of a GGUF file, read with the type that each use expects."""
@@ -83,6 +108,9 @@ def hf_config(
     hidden = metadata.positive(f"{arch}.embedding_length")
     head_dim = metadata.optional(f"{arch}.attention.key_length", int) or hidden // heads
     rotated = metadata.optional(f"{arch}.rope.dimension_count", int) or head_dim
+    value_dim = metadata.optional(f"{arch}.attention.value_length", int) or head_dim
+    if value_dim != head_dim:
+        raise CheckpointError(f"{metadata.source}: values of {value_dim} with keys of {head_dim} cannot be imported")
     if rotated != head_dim:
         raise CheckpointError(
             f"{metadata.source}: rotation of {rotated} of {head_dim} head dimensions cannot be imported"
@@ -179,6 +207,47 @@ def _llama3_scaling(source: str, head_dim: int, rope_theta: float, rope_freqs: A
             "so the rotation cannot be expressed in a config"
         )
     return scaling
+
+
+def check_header(metadata: Metadata) -> None:
+    """Raises for a piece of a split model, and for keys whose effect on the model we would lose."""
+    if (count := metadata.optional("split.count", int)) and count > 1:
+        raise CheckpointError(f"{metadata.source} is one of {count} splits; join them with llama-gguf-split --merge")
+    prefix = metadata.architecture + "."
+    keys = [key for key in metadata.fields if key.startswith(prefix)]
+    if unknown := [key for key in keys if key.removeprefix(prefix) not in _KNOWN_KEYS]:
+        raise CheckpointError(
+            f"{metadata.source}: {', '.join(unknown)} cannot be expressed in a config; the model would change"
+        )
+
+
+def check_shapes(source: str, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises with every tensor whose shape is not what the header's sizes ask for."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    expected = {
+        "attn_norm": (hidden,),
+        "attn_q": (queries, hidden),
+        "attn_k": (keys, hidden),
+        "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+        "token_embd": (config["vocab_size"], hidden),
+        "output": (config["vocab_size"], hidden),
+        "output_norm": (hidden,),
+    }
+    faults = []
+    for name, shape in shapes.items():
+        part, _, kind = name.rpartition(".")
+        full = expected.get(part.split(".")[-1])  # rope_freqs has none: it is compared with the rule
+        if full is not None and shape != (full if kind == "weight" else full[:1]):
+            faults.append(f"tensor {name} has shape {list(shape)}, the header asks for {list(full)}")
+    if faults:
+        raise CheckpointError(f"{source} cannot be imported:\n  " + "\n  ".join(faults))
 
 
 def check_names(metadata: Metadata, names: Collection[str], translated: Mapping[str, str]) -> None:

@@ -58,8 +58,11 @@ _RULES: dict[str, Callable[[Tokenizer], None]] = {
 }
 
 
-def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that the GGUF file describes; errors name a model or rule that is not in the table."""
+def build_tokenizer(metadata: Metadata, vocab_size: int) -> Tokenizer:
+    """The tokenizer that the GGUF file describes, for a model with `vocab_size` embeddings.
+
+    Errors name a model or rule that is not in the table.
+    """
     model = metadata.require("tokenizer.ggml.model", str)
     if model != "gpt2":
         raise CheckpointError(f"{metadata.source}: tokenizer model {model!r} cannot be imported; gpt2 (BPE) can")
@@ -70,6 +73,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
             f"known are {', '.join(_RULES)}"
         )
     tokens, kinds = _vocabulary(metadata)
+    if len(tokens) > vocab_size:
+        raise CheckpointError(f"{metadata.source}: {len(tokens)} tokens but only {vocab_size} embeddings")
     merges = [tuple(merge.split(" ")) for merge in metadata.require("tokenizer.ggml.merges", list)]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise CheckpointError(f"{metadata.source}: merge {' '.join(wrong[0])!r} is not a pair of tokens")
