@@ -122,8 +122,7 @@ def test_padding_tokens_at_the_end_are_not_part_of_the_tokenizer(tmp_path):
         tmp_path / "tiny.gguf",
         "qwen2",
         weights=tensors("qwen2", vocabulary=count),
-        tokens=[*TOKENS, "[PAD1]", "[PAD2]", "[PAD3]"],
-        types=[*TYPES, 5, 5, 5],
+        vocabulary=([*TOKENS, "[PAD1]", "[PAD2]", "[PAD3]"], [*TYPES, 5, 5, 5]),
     )
     folder = convert_gguf(source, tmp_path / "converted")
     assert read_json(folder, "config.json")["vocab_size"] == count
@@ -253,11 +252,11 @@ REFUSED = [
     ({"model": "llama"}, r"tokenizer model 'llama' cannot be imported"),
     ({"extra": lambda writer: writer.add_expert_count(8)}, "llama with experts cannot be imported"),
     ({"extra": lambda writer: writer.add_rope_dimension_count(8)}, "rotation of 8 of 16 head dimensions"),
-    ({"types": TYPES[:-1]}, r"\d+ tokens but \d+ token types"),
+    ({"vocabulary": (TOKENS, TYPES[:-1])}, r"\d+ tokens but \d+ token types"),
     ({"extra": lambda writer: writer.add_sliding_window(8)}, r"llama\.attention\.sliding_window cannot be expressed"),
     ({"extra": lambda writer: writer.add_uint16("split.count", 3)}, "is one of 3 splits"),
     ({"extra": lambda writer: writer.add_value_length(8)}, "values of 8 with keys of 16"),
-    ({"tokens": [*TOKENS, "extra"], "types": [*TYPES, 1]}, r"(\d+) tokens but only \d+ embeddings"),
+    ({"vocabulary": ([*TOKENS, "extra"], [*TYPES, 1])}, r"(\d+) tokens but only \d+ embeddings"),
     (changed("blk.0.attn_k.weight", np.ones((24, 64), np.float32)), r"attn_k\.weight has shape \[24, 64\]"),
     (without("blk.1.ffn_up.weight"), r"tensor blk\.1\.ffn_up\.weight is missing"),
     (changed("blk.0.ssm_in.weight", np.ones((2, 2), np.float32)), r"blk\.0\.ssm_in\.weight is not part of a llama"),

@@ -9,6 +9,7 @@ from msds.checkpoint import Checkpoint, raw_source, tensor_source, write_checkpo
 from msds.checkpoint.dtypes import E4M3FN_VALUES
 from msds.checkpoint.quantisation import dequantise, scale_grid
 from msds.errors import CheckpointError
+from tests.reference.checkpoints import to_numpy_tensors
 
 ONE = 0x38  # the e4m3fn code of 1.0
 BLOCK = (128, 128)
@@ -116,3 +117,16 @@ def test_scales_may_be_stored_in_bfloat16(tmp_path):
     ]
     write_checkpoint(tmp_path, sources)
     assert (Checkpoint.open(tmp_path, weight_block_size=BLOCK).read("w") == 1.5).all()
+
+
+def test_the_reference_checkpoint_is_read_as_its_own_definition_says(tiny):
+    folder = tiny("v3_fp8")
+    expected = to_numpy_tensors(folder)
+    checkpoint = Checkpoint.open(folder, weight_block_size=(16, 16))
+    assert not checkpoint.faults
+    scaled = 0
+    for name in checkpoint.names():
+        if not name.endswith("_scale_inv"):
+            np.testing.assert_allclose(checkpoint.read(name), expected[name], rtol=1e-6, err_msg=name)
+            scaled += checkpoint.scale_name(name) is not None
+    assert scaled > 10

@@ -48,8 +48,7 @@ def write_gguf(
     quantised=None,
     pre=None,
     model="gpt2",
-    tokens=TOKENS,
-    types=TYPES,
+    vocabulary=(TOKENS, TYPES),
     extra=None,
 ):
     """Writes the file; `extra(writer)` may add keys. `quantised`: a GGML type for the matrices of the layers."""
@@ -64,8 +63,8 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre or {"llama": "smollm"}.get(arch, "qwen2"))
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
+    writer.add_token_list(vocabulary[0])
+    writer.add_token_types(vocabulary[1])
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
