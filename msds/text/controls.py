@@ -35,9 +35,7 @@ class ControlTokens:
     def __init__(self, spellings: Iterable[str]) -> None:
         nonce = secrets.token_hex(16)
         # a private-use character first: no spelling and no vocabulary entry begins with it
-        self.marks = {
-            spelling: f"\ue0c0{nonce}.{i}\ue0c1" for i, spelling in enumerate(spellings) if spelling
-        }
+        self.marks = {spelling: f"\ue0c0{nonce}.{i}\ue0c1" for i, spelling in enumerate(spellings) if spelling}
         # a regular expression takes the first alternative that fits: longest first makes it leftmost-longest,
         # as the encoder's own automaton is
         longest_first = sorted(self.marks, key=len, reverse=True)

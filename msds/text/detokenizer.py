@@ -18,9 +18,7 @@ class Detokenizer:
     is text; false for ids that begin a text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continuation: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continuation: bool = True) -> None:
         self._vocabulary = tokenizer.vocabulary
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._at_start = not continuation

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # fields of tokenizer_config.json that name one token each
 TOKEN_FIELDS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+# what the flags of an added token are where tokenizer_config.json leaves them out
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether a checkpoint folder holds a tokenizer; without one a model still runs on token ids."""
@@ -104,19 +107,13 @@ class Tokenizer:
         """Ids of a rendered chat: spellings are control tokens, what `quotes` hides is text. No BOS."""
         return self._encode(quotes.unquote(self.controls.mark(text)))
 
-    def decode(
-        self, ids: Iterable[int], *, skip_special_tokens: bool = True, continuation: bool = False
-    ) -> str:
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True, continuation: bool = False) -> str:
         """Text of token ids; ids without a token give nothing.
 
         Bytes that are not UTF-8 read as U+FFFD, a last character that is cut as a single one.
         `continuation`: the ids follow other text, so a leading space of a word-marking vocabulary is kept.
         """
-        pieces = [
-            self.vocabulary.bytes_of(id_)
-            for id_ in ids
-            if not (skip_special_tokens and id_ in self.special_ids)
-        ]
+        pieces = [self.vocabulary.bytes_of(id_) for id_ in ids if not (skip_special_tokens and id_ in self.special_ids)]
         if not continuation:
             first = next((number for number, piece in enumerate(pieces) if piece), None)
             if first is not None:
@@ -141,9 +138,7 @@ class Tokenizer:
             return None
         id_ = self.vocabulary.id_of(content)
         if id_ is None:
-            raise TokenizerError(
-                f"tokenizer_config.json: {field} {content!r} is not in tokenizer.json's vocabulary"
-            )
+            raise TokenizerError(f"tokenizer_config.json: {field} {content!r} is not in tokenizer.json's vocabulary")
         return id_
 
     def _find_bos_prefix(self, encoder: "Encoder", add_bos_token: object) -> list[int]:
@@ -154,9 +149,7 @@ class Tokenizer:
         prefix = list(full[: next(starts, 0)])
         if add_bos_token is True:
             if self.bos_id is None:
-                raise TokenizerError(
-                    "tokenizer_config.json: add_bos_token is true, but there is no bos_token"
-                )
+                raise TokenizerError("tokenizer_config.json: add_bos_token is true, but there is no bos_token")
             return prefix if self.bos_id in prefix else [self.bos_id, *prefix]
         if add_bos_token is False:
             return [id_ for id_ in prefix if id_ != self.bos_id]
@@ -207,7 +200,7 @@ def _merge_added_tokens(tokenizer_json: Mapping[str, Any], config: Mapping[str, 
     """tokenizer.json with the added tokens that only tokenizer_config.json lists, ordered by id."""
     added = {int(token["id"]): dict(token) for token in tokenizer_json.get("added_tokens") or ()}
     for id_, token in (config.get("added_tokens_decoder") or {}).items():
-        added.setdefault(int(id_), {**token, "id": int(id_)})
+        added.setdefault(int(id_), {**_FLAGS, **token, "id": int(id_)})
     return {**tokenizer_json, "added_tokens": [added[id_] for id_ in sorted(added)]}
 
 

@@ -56,9 +56,7 @@ def _base_tokens(model: Mapping[str, Any]) -> dict[int, str]:
         return {number: str(token) for number, (token, _) in enumerate(model["vocab"])}
     if model.get("type", "BPE") == "BPE":  # files written before 2020 do not name it
         return {int(id_): str(token) for token, id_ in model["vocab"].items()}
-    raise TokenizerError(
-        f"tokenizer.json: model type {model.get('type')!r} is not supported, only BPE and Unigram are"
-    )
+    raise TokenizerError(f"tokenizer.json: model type {model.get('type')!r} is not supported, only BPE and Unigram are")
 
 
 def _decoder(

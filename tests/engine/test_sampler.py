@@ -18,9 +18,7 @@ EOS = 1
 
 def state_of(params, prompt=(), output=(), *, seed=3, choice=0, vocab=10**6):
     ignored = () if params.ignore_eos else (EOS,)
-    state = SequenceState(
-        params, seed=seed, choice=choice, prompt_ids=prompt, end_ids=ignored, vocab_size=vocab
-    )
+    state = SequenceState(params, seed=seed, choice=choice, prompt_ids=prompt, end_ids=ignored, vocab_size=vocab)
     for token in output:
         state.observe(token)
     return state
@@ -174,6 +172,12 @@ def test_ties_at_the_edge_keep_the_lowest_ids():
         assert chosen == {1, 2, 3}
 
 
+def test_top_p_that_is_reached_exactly_keeps_no_more():
+    halves = SamplingParams(temperature=1 / math.log(2), top_p=0.5)  # one logit less, half as likely, exactly
+    for logits, kept in [([0, 0, 0, 0], {0, 1}), ([-1, 0, -1, 0, -1, -1], {1, 3}), ([0, -1, -2, -2], {0})]:
+        assert {choose(logits, halves, seed=seed) for seed in range(100)} == kept
+
+
 def test_min_p_counts_from_the_best_token():
     logits = np.log(np.array([0.5, 0.26, 0.24]))
     assert {choose(logits, SamplingParams(min_p=0.5), seed=s) for s in range(100)} == {0, 1}
@@ -205,9 +209,7 @@ def test_presence_and_frequency_penalties_see_the_output_only():
 
 
 def test_penalties_of_many_tokens_equal_a_recount():
-    params = SamplingParams(
-        temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25
-    )
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     rng = np.random.default_rng(2)
     output = rng.integers(0, 200, 500).tolist()  # more distinct ids than the first allocation holds
     prompt = rng.integers(0, 200, 50).tolist()
