@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import mindspore as ms
 import numpy as np
 
 from msds_graphs.batch import BatchLayout, unpad
-from msds_graphs.binding import bind, fresh_prefix, to_numpy, to_tensor, wait
+from msds_graphs.binding import assign, bind, fresh_prefix, to_numpy, to_tensor, wait
 from msds_graphs.buckets import Bucket, choose_bucket, unique_buckets, worst_waste
 from msds_graphs.errors import GraphError
 from msds_graphs.faults import explain
 from msds_graphs.functions import prepare
 from msds_graphs.results import Result, read_result
 from msds_graphs.steps import make_step
-from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
+from msds_graphs.trees import Tree, tree_flatten, tree_map, tree_structure, tree_unflatten
 
 _NUMBERS = itertools.count(1)
 
@@ -47,8 +48,8 @@ def compile(
     buckets: sizes of the symbolic dims, needed when there are any. pad: fill values for padding, a prefix of
     the batch tree; padded entries reach the function, so they must be legal (an index into block 0, not -1).
     outputs: for each output the names of its axes, as a prefix of the output tree, e.g.
-    {"logits": ("S", None, None)}: named axes are cut back to the call's sizes. Required with symbolic dims
-    (None inside it for outputs that carry no padding).
+    {"logits": ("S", None, None)}: named axes are cut back to the call's sizes. Required with symbolic dims;
+    () where an output, or all of them, carry no padding.
 
     in_place: False: the returned donated tree is assigned to the Parameters, which is right for any function
     and costs a copy. True: the function promises that it wrote each donated leaf with in-place operations and
@@ -56,9 +57,12 @@ def compile(
     function the old name sees the new data, so it must write first and read only the returned value;
     `Compiled.check_in_place` tests the promise.
 
-    What is closed over is static: numbers, strings, frozen dataclasses. Closed-over arrays, functions without
-    source, named tuples and mismatching trees raise GraphError here or when the first bucket compiles.
+    What is closed over, a partial's arguments included, is static: numbers, strings, frozen dataclasses.
+    Closed-over arrays, functions without source, named tuples and mismatching trees raise GraphError here or
+    when the first bucket compiles.
     """
+    # Nine parameters: one call states the whole contract of a step, everything but the function by keyword.
+    prepared = prepare(fn)
     layout = BatchLayout(batch, pad)
     if not layout.paths:
         raise GraphError("the batch has no leaves: a step takes at least one array per call")
@@ -69,10 +73,28 @@ def compile(
             f"the batch has symbolic dims {list(layout.symbols)}: name the axes of the outputs in outputs="
         )
     planned = unique_buckets(buckets if buckets is not None else [{}], layout.symbols)
-    label = name or getattr(fn, "__name__", None) or type(fn).__name__
+    for what, tree, deepest in (("bound", bound, 6), ("donated", donated, 5), ("batch", batch, 6)):
+        _check_depth(what, tree, deepest)
+    label = name or _name_of(fn)
     prefix = fresh_prefix(label)
     state = _State(bind(bound, f"{prefix}.bound"), bind(donated, f"{prefix}.donated"))
-    return Compiled(prepare(fn), label, state, layout, planned, _Options(outputs, in_place))
+    return Compiled(prepared, label, state, layout, planned, _Options(outputs, in_place))
+
+
+def _name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return str(getattr(fn, "__name__", type(fn).__name__)).strip("<>")
+
+
+def _check_depth(what: str, tree: Tree, deepest: int) -> None:
+    """MindSpore nests containers six deep at most; what a function returns lies one level further down."""
+    depth = tree_structure(tree).depth
+    if depth > deepest:
+        raise GraphError(
+            f"{what} is a tree of {depth} levels, graph mode takes {deepest} there: pass its leaves as one tuple "
+            "and rebuild the tree in the function with msds_graphs.steps.unflatten"
+        )
 
 
 @dataclass(frozen=True)
@@ -179,10 +201,12 @@ class Compiled:
     def warm_up(self, progress: Callable[[str], None] | None = print) -> list[WarmUpRow]:
         """Compiles every bucket that is not ready, by running it on a batch of fill values.
 
-        That run writes donated Parameters as any run does. progress receives the lines of a table (bucket,
-        seconds, largest padding waste); None is silent.
+        Donated Parameters have their old values afterwards, except with in_place, where the run's writes stay
+        (caches are large): fill values must write where nothing is read. progress receives the lines of a
+        table (bucket, seconds, largest padding waste); None is silent.
         """
         rows = []
+        before = self._snapshot()
         width = max(len(repr(bucket)) for bucket in self.buckets)
         say = progress or (lambda line: None)
         say(f"{self.name}: {'bucket':<{width}}  seconds  padding at worst")
@@ -193,13 +217,20 @@ class Compiled:
             row = WarmUpRow(bucket, time.perf_counter() - start, worst_waste(self.buckets, bucket))
             say(f"{self.name}: {bucket!r:<{width}}  {row.seconds:7.2f}  {row.waste:15.0%}")
             rows.append(row)
+        assign(self.donated if before is not None else (), before or ())
         return rows
 
-    def rebuild(self, bucket: Mapping[str, int]) -> None:
+    def _snapshot(self) -> Tree | None:
+        """Copies of the donated values, for warm-up to put back; None with in_place, where it does not."""
+        return None if self._options.in_place else tree_map(lambda leaf: np.array(to_numpy(leaf)), self.donated)
+
+    def rebuild(self, bucket: Mapping[str, int] | None = None) -> None:
         """Drops the bucket's step and compiles it anew, running it on fill values as warm_up does."""
         planned = self._planned(bucket)
         self._steps.pop(planned, None)
+        before = self._snapshot()
         self._run(planned, list(self._layout.filler(planned)))
+        assign(self.donated if before is not None else (), before or ())
 
     def check_in_place(self, batch: Tree) -> None:
         """Runs `batch` once and compares every returned donated leaf with its Parameter, bit for bit.
@@ -221,7 +252,7 @@ class Compiled:
                     "write it with an in-place operation and return that, or compile with in_place=False"
                 )
 
-    def export(self, path: str | Path, bucket: Mapping[str, int]) -> Path:
+    def export(self, path: str | Path, bucket: Mapping[str, int] | None = None) -> Path:
         """Writes the bucket's step as MINDIR with the Parameters' values; see msds_graphs.export."""
         from msds_graphs.export import export_step
 
@@ -229,13 +260,17 @@ class Compiled:
         step = self._make(planned)
         return export_step(step.call, self._tensors_of(self._layout.filler(planned)), Path(path), self.name)
 
-    def _planned(self, bucket: Mapping[str, int]) -> Bucket:
-        wanted = Bucket(bucket)
+    def _planned(self, bucket: Mapping[str, int] | None) -> Bucket:
+        """The planned bucket that is meant; None means the only one."""
+        wanted = self.buckets[0] if bucket is None and len(self.buckets) == 1 else Bucket(bucket or {})
         if wanted not in self.buckets:
             raise GraphError(f"bucket {wanted!r} is not planned: the buckets are {list(self.buckets)}")
         return wanted
 
-    def _tensors_of(self, arrays: Iterable[Any]) -> list[ms.Tensor]:
+    def _tensors_of(self, arrays: Sequence[Any]) -> list[ms.Tensor]:
+        for leaf, path in zip(arrays, self._layout.paths, strict=True):
+            if isinstance(leaf, ms.Parameter):  # MindSpore would compile anew for every other Parameter
+                raise GraphError(f"batch at {path!r} is a Parameter: pass it in bound or donated, or its value")
         return [
             to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
             for leaf, spec in zip(arrays, self._layout.specs, strict=True)

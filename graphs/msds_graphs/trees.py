@@ -36,6 +36,11 @@ class TreeDef:
         count = 1 if self.kind is None else sum(child.num_leaves for child in self.children)
         object.__setattr__(self, "num_leaves", count)
 
+    @property
+    def depth(self) -> int:
+        """How many nodes lie between the root and the deepest leaf, the root included; 0 for a leaf."""
+        return 0 if self.kind is None else 1 + max((child.depth for child in self.children), default=0)
+
     def paths(self, prefix: str = "") -> tuple[str, ...]:
         """The path of each leaf, in flattening order."""
         if self.kind is None:
