@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msds_graphs.buckets import Bucket
 from msds_graphs.errors import GraphError
 from msds_graphs.specs import ITEM_SIZES, ArraySpec, storage_dtype
-from msds_graphs.trees import Tree, TreeDef, describe, is_named_tuple, join, tree_flatten, tree_flatten_as
+from msds_graphs.trees import Tree, TreeDef, at, describe, is_named_tuple, join, tree_flatten, tree_flatten_as
 
 Array: TypeAlias = npt.NDArray[Any]
 Axes: TypeAlias = tuple[str | None, ...]
@@ -34,16 +34,16 @@ def spec_of(leaf: Any, path: str, what: str) -> ArraySpec:
         return leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise GraphError(
-            f"{what} at {path!r} is {describe(leaf)} ({leaf!r:.60}): leaves are ArraySpecs, NumPy arrays or tensors"
+            f"{what} {at(path)} is {describe(leaf)} ({leaf!r:.60}): leaves are ArraySpecs, NumPy arrays or tensors"
         )
     dtype = dtype_name(leaf)
     if dtype in ("float64", "int64", "uint64"):
         raise GraphError(
-            f"{what} at {path!r} is an example of dtype {dtype}, NumPy's default: cast it to 32 bits, or "
+            f"{what} {at(path)} is an example of dtype {dtype}, NumPy's default: cast it to 32 bits, or "
             f"declare ArraySpec({tuple(leaf.shape)}, {dtype!r}) if 64 bits are meant"
         )
     if dtype not in ITEM_SIZES:
-        raise GraphError(f"{what} at {path!r} has dtype {dtype}: use one of {', '.join(ITEM_SIZES)}")
+        raise GraphError(f"{what} {at(path)} has dtype {dtype}: use one of {', '.join(ITEM_SIZES)}")
     return ArraySpec(tuple(leaf.shape), dtype)
 
 
@@ -51,7 +51,7 @@ def refuse_named_tuples(tree: Tree, what: str, path: str = "") -> None:
     """GraphError with the path of the first named tuple: graph mode reads no field of one holding tensors."""
     if is_named_tuple(tree):
         raise GraphError(
-            f"{what} at {path or 'the root'!r} is the named tuple {type(tree).__name__}, whose fields graph "
+            f"{what} {at(path)} is the named tuple {type(tree).__name__}, whose fields graph "
             f"mode cannot read: use a dict with keys {list(tree._fields)} (tree._asdict())"
         )
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (tuple, list)) else ()
@@ -79,7 +79,7 @@ class BatchLayout:
     def _check_fills(self) -> None:
         for path, fill, dtype in zip(self.paths, self._fills, self._dtypes, strict=True):
             if np.asarray(fill).ndim or not np.can_cast(np.min_scalar_type(fill), dtype, "same_kind"):
-                raise GraphError(f"pad value {fill!r} at {path!r} does not fit dtype {dtype}")
+                raise GraphError(f"pad value {fill!r} {at(path)} does not fit dtype {dtype}")
 
     def flatten(self, batch: Tree) -> list[Any]:
         """The leaves in declared order; GraphError naming the first path where the structure differs."""
@@ -110,7 +110,7 @@ class BatchLayout:
         return dims
 
     def _fault(self, index: int, message: str) -> GraphError:
-        return GraphError(f"batch at {self.paths[index]!r} {message}")
+        return GraphError(f"batch {at(self.paths[index])} {message}")
 
     def shapes(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """The padded shape of each leaf."""
@@ -166,7 +166,7 @@ def _spread(prefix: Tree, structure: TreeDef, is_value: Any, what: str, path: st
     keys = list(prefix) if isinstance(prefix, dict) else [str(index) for index in range(len(prefix))]
     if set(keys) != set(structure.keys) or isinstance(prefix, dict) != (structure.kind is dict):
         raise GraphError(
-            f"{what} at {path or 'the root'!r} has {describe(prefix)}, the tree has there "
+            f"{what} {at(path)} has {describe(prefix)}, the tree has there "
             f"{list(structure.keys) if structure.kind else 'a leaf'}"
         )
     children = prefix if isinstance(prefix, dict) else dict(zip(keys, prefix, strict=True))
@@ -183,15 +183,15 @@ def check_axes(
     """GraphError for an output axis that the bucket does not know, or whose size is not the bucket's."""
     for leaf_axes, shape, path in zip(axes, shapes, paths, strict=True):
         if len(leaf_axes) > len(shape):
-            raise GraphError(f"outputs at {path!r}: axes {leaf_axes} for an array of shape {shape}")
+            raise GraphError(f"outputs {at(path)}: axes {leaf_axes} for an array of shape {shape}")
         for position, name in enumerate(leaf_axes):
             if name is None:
                 continue
             if name not in bucket:
-                raise GraphError(f"outputs at {path!r}: axis {name!r} is no dim of the batch {list(bucket)}")
+                raise GraphError(f"outputs {at(path)}: axis {name!r} is no dim of the batch {list(bucket)}")
             if shape[position] != bucket[name]:
                 raise GraphError(
-                    f"outputs at {path!r}: axis {position} is declared {name!r}, which is {bucket[name]} in "
+                    f"outputs {at(path)}: axis {position} is declared {name!r}, which is {bucket[name]} in "
                     f"this bucket, but the array has shape {shape}"
                 )
 

@@ -13,7 +13,7 @@ from mindspore.graph.api import _pynative_executor
 from msds_graphs.batch import dtype_name, refuse_named_tuples, spec_of
 from msds_graphs.errors import GraphError
 from msds_graphs.specs import ArraySpec, init_leaf, numpy_has, storage_dtype
-from msds_graphs.trees import Tree, join, tree_flatten, tree_flatten_as, tree_unflatten
+from msds_graphs.trees import Tree, at, join, tree_flatten, tree_flatten_as, tree_unflatten
 
 _PREFIXES = itertools.count()
 
@@ -50,10 +50,10 @@ def fresh_prefix(name: str) -> str:
 def _bind_leaf(prefix: str, path: str, leaf: Any, spec: ArraySpec | None) -> Parameter:
     actual = spec_of(leaf, path, prefix) if spec is None or isinstance(leaf, ArraySpec) else spec
     if spec is not None and tuple(getattr(leaf, "shape", ())) != spec.shape:
-        raise GraphError(f"{prefix} at {path!r} has shape {tuple(leaf.shape)}, its spec {spec.shape}")
+        raise GraphError(f"{prefix} {at(path)} has shape {tuple(leaf.shape)}, its spec {spec.shape}")
     if isinstance(leaf, Parameter):
         if spec is not None and dtype_name(leaf) != spec.dtype:
-            raise GraphError(f"{prefix} at {path!r} is bound as {dtype_name(leaf)}, its spec says {spec.dtype}")
+            raise GraphError(f"{prefix} {at(path)} is bound as {dtype_name(leaf)}, its spec says {spec.dtype}")
         return leaf
     if isinstance(leaf, ArraySpec):
         leaf = init_leaf(path, leaf, seed=0)

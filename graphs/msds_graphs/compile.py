@@ -21,7 +21,7 @@ from msds_graphs.faults import explain
 from msds_graphs.functions import prepare
 from msds_graphs.results import Result, read_result
 from msds_graphs.steps import make_step
-from msds_graphs.trees import Tree, tree_flatten, tree_map, tree_structure, tree_unflatten
+from msds_graphs.trees import Tree, at, tree_flatten, tree_map, tree_structure, tree_unflatten
 
 _NUMBERS = itertools.count(1)
 
@@ -270,7 +270,7 @@ class Compiled:
     def _tensors_of(self, arrays: Sequence[Any]) -> list[ms.Tensor]:
         for leaf, path in zip(arrays, self._layout.paths, strict=True):
             if isinstance(leaf, ms.Parameter):  # MindSpore would compile anew for every other Parameter
-                raise GraphError(f"batch at {path!r} is a Parameter: pass it in bound or donated, or its value")
+                raise GraphError(f"batch {at(path)} is a Parameter: pass it in bound or donated, or its value")
         return [
             to_tensor(leaf, spec.dtype) if isinstance(leaf, np.ndarray) else leaf
             for leaf, spec in zip(arrays, self._layout.specs, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 from msds_graphs.batch import Axes, check_axes, dtype_name, spread_axes
 from msds_graphs.errors import GraphError
 from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree, TreeDef, tree_flatten, tree_flatten_as
+from msds_graphs.trees import Tree, TreeDef, at, tree_flatten, tree_flatten_as
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def _check_donated(donated: Tree, written: Tree) -> None:
     values = tree_flatten_as(structure, written, "the returned donated tree")
     for path, slot, value in zip(structure.paths(), slots, values, strict=True):
         if not isinstance(value, ArraySpec):
-            raise GraphError(f"the returned donated tree at {path!r} is no tensor: return the new value")
+            raise GraphError(f"the returned donated tree {at(path)} is no tensor: return the new value")
         shape, dtype = tuple(slot.shape), dtype_name(slot)
         if value.shape != shape or value.dtype != dtype:
             raise GraphError(
-                f"the returned donated tree at {path!r} is {value.dtype} {value.shape}, donated as {dtype} "
+                f"the returned donated tree {at(path)} is {value.dtype} {value.shape}, donated as {dtype} "
                 f"{shape}: a donated leaf keeps its shape and dtype"
             )

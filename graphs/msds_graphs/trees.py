@@ -58,6 +58,11 @@ def join(prefix: str, key: str) -> str:
     return f"{prefix}.{key}" if prefix else key
 
 
+def at(path: str) -> str:
+    """Where a path is, for messages: `at 'layers.0.bias'`, or `at the root`."""
+    return f"at {path!r}" if path else "at the root"
+
+
 def is_named_tuple(node: object) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
@@ -85,7 +90,7 @@ def _child_items(tree: Tree, path: str) -> list[tuple[str, Tree]]:
 def _check_key(key: object, path: str) -> None:
     if not isinstance(key, str) or not key or "." in key or key.isdecimal():
         raise GraphError(
-            f"dict key {key!r} at {path or 'the root'!r} cannot be in a path: keys are strings, not empty, "
+            f"dict key {key!r} {at(path)} cannot be in a path: keys are strings, not empty, "
             "without '.' and not all digits (use a tuple for numbered children)"
         )
 
@@ -138,7 +143,7 @@ def _flatten_as(leaves: list[Any], treedef: TreeDef, tree: Tree, path: str, what
     kind = treedef.kind
     if kind is None:
         if _is_node(tree):
-            raise GraphError(f"{what} at {path!r}: expected a leaf, got {describe(tree)}")
+            raise GraphError(f"{what} {at(path)}: expected a leaf, got {describe(tree)}")
         leaves.append(tree)
         return
     if kind is dict:
@@ -240,7 +245,7 @@ def _close(node: dict[str, Any], path: str) -> Tree:
         return closed
     expected = [str(index) for index in range(len(closed))]
     if sorted(closed, key=int) != expected:
-        raise GraphError(f"indices {sorted(closed)} below {path or 'the root'!r} are not 0..{len(closed) - 1}")
+        raise GraphError(f"indices {sorted(closed)} {at(path)} are not 0..{len(closed) - 1}")
     return tuple(closed[key] for key in expected)
 
 
@@ -250,7 +255,7 @@ def tree_get(tree: Tree, path: str) -> Tree:
     for key in path.split(".") if path else ():
         children = dict(_child_items(node, done)) if _is_node(node) else {}
         if key not in children:
-            raise GraphError(f"no {key!r} at {done or 'the root'!r}: there is {_choices(children)}")
+            raise GraphError(f"no {key!r} {at(done)}: there is {_choices(children)}")
         node, done = children[key], join(done, key)
     return node
 
