@@ -86,19 +86,21 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        shown = [self._quote_message(message, quotes, name) for message in check_messages(messages)]
-        variables = {
-            **self._tokenizer.named_tokens,
-            **quote_strings(dict(template_kwargs or {}), quotes.quote),
-            "messages": shown,
-            "tools": quote_strings(list(tools), quotes.quote) if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
-        variables.setdefault("documents", None)
         try:
+            shown = [self._quote_message(message, quotes, name) for message in check_messages(messages)]
+            variables = {
+                **self._tokenizer.named_tokens,
+                "documents": None,
+                **quote_strings(dict(template_kwargs or {}), quotes.quote),
+                "messages": shown,
+                "tools": quote_strings(list(tools), quotes.quote) if tools else None,
+                "add_generation_prompt": add_generation_prompt,
+            }
             return self._templates[name].render(variables)
         except PromptError:
             raise
+        except RecursionError:
+            raise PromptError("messages or tools are nested too deeply") from None
         except Exception as error:  # the template is the checkpoint's program: anything may come out of it
             raise PromptError(f"the chat template cannot render these messages: {error}") from None
 
@@ -193,9 +195,9 @@ def _to_json(
 
 
 def _with_objects(value: Any) -> Any:
-    """The value with the JSON text of tool arguments parsed."""
+    """The value with tool arguments as objects."""
     if isinstance(value, ToolArguments):
-        return json.loads(value)
+        return value.value
     if isinstance(value, Mapping):
         return {key: _with_objects(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -17,8 +17,16 @@ class ToolArguments(str):
     """The arguments of a tool call: JSON text that `tojson` writes as an object, not as a string.
 
     Some templates concatenate the arguments as text (DeepSeek), others pass them through `tojson` (Qwen),
-    while OpenAI clients always send text. This is right for both.
+    while OpenAI clients always send text. This is right for both. `value` is the object: kept apart, because
+    JSON can spell a control token with escapes, which show only once it is parsed.
     """
+
+    value: Any
+
+    def __new__(cls, text: str, value: Any) -> "ToolArguments":
+        arguments = super().__new__(cls, text)
+        arguments.value = value
+        return arguments
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
@@ -32,9 +40,11 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 
 def quote_strings(value: Any, quote: Callable[[str], str]) -> Any:
     """A JSON value with every string in it, keys too, passed through `quote`."""
+    if isinstance(value, ToolArguments):
+        return ToolArguments(quote_strings(str(value), quote), quote_strings(value.value, quote))
     if isinstance(value, str):
         require_unicode(value)
-        return type(value)(quote(value))
+        return quote(value)
     if isinstance(value, Mapping):
         return {quote_strings(str(key), quote): quote_strings(inner, quote) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
@@ -96,7 +106,7 @@ def _check_tool_call(call: object, where: str) -> dict[str, Any]:
         raise PromptError(f"{where}.function.name must be a string, not {function.get('name')!r}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, Mapping):
-        arguments = ToolArguments(json.dumps(arguments, ensure_ascii=False))
+        arguments = ToolArguments(json.dumps(arguments, ensure_ascii=False), arguments)
     elif isinstance(arguments, str):
         arguments = _parsable(arguments or "{}")
     else:
@@ -108,7 +118,6 @@ def _check_tool_call(call: object, where: str) -> dict[str, Any]:
 def _parsable(text: str) -> str:
     """ToolArguments for JSON, else the text as it is: models write broken calls, clients return them."""
     try:
-        json.loads(text)
+        return ToolArguments(text, json.loads(text))
     except ValueError:
         return text
-    return ToolArguments(text)
