@@ -85,9 +85,7 @@ class SamplingParams:
         put.bias("logit_bias")
         put.flag("skip_special_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise SamplingError(
-                f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
-            )
+            raise SamplingError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
 
     @classmethod
     def from_generation_config(cls, generation: "GenerationConfig", **explicit: Any) -> "SamplingParams":
@@ -159,8 +157,7 @@ class _Fields:
         value = getattr(self._params, name)
         values = {} if value is None else value
         if not isinstance(values, Mapping) or not all(
-            _is_integer(id_) and id_ >= 0 and _is_finite(bias) and -100 <= bias <= 100
-            for id_, bias in values.items()
+            _is_integer(id_) and id_ >= 0 and _is_finite(bias) and -100 <= bias <= 100 for id_, bias in values.items()
         ):
             self._refuse(name, value, "a mapping of token ids (integers >= 0) to numbers from -100 to 100")
         self._store(name, {int(id_): float(bias) for id_, bias in values.items()})

@@ -1,4 +1,4 @@
-"""From scheduled sequences to the padded int32 arrays of one step, every index checked. No tensors.
+"""From scheduled sequences to the int32 arrays of one step, every index checked. No tensors.
 
 S sequences, Q query tokens per sequence, B context blocks.
 """
@@ -11,7 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from msds_graphs.specs import ArraySpec
+
 Batch = dict[str, npt.NDArray[np.int32]]
+
+BATCH_SPEC: dict[str, ArraySpec] = {
+    "tokens": ArraySpec(("S", "Q"), "int32"),
+    "positions": ArraySpec(("S", "Q"), "int32"),
+    "slot_mapping": ArraySpec(("S", "Q"), "int32"),
+    "block_tables": ArraySpec(("S", "B"), "int32"),
+    "query_lens": ArraySpec(("S",), "int32"),
+    "context_lens": ArraySpec(("S",), "int32"),
+}
+"""What every step takes. Padding is 0 everywhere: token 0 at position 0, written to slot 0 of the reserved block."""
 
 
 @dataclass(frozen=True)
@@ -28,45 +40,22 @@ class Row:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The static shape of a compiled step: S sequences, Q query tokens each, B context blocks each."""
-
-    num_seqs: int
-    num_queries: int
-    num_blocks: int
-
-    def fits(self, rows: Sequence[Row], block_size: int) -> bool:
-        """Whether rows can be padded to this shape."""
-        return (
-            len(rows) <= self.num_seqs
-            and all(len(row.tokens) <= self.num_queries for row in rows)
-            and all(-(-row.context_len // block_size) <= self.num_blocks for row in rows)
-        )
-
-    def __str__(self) -> str:
-        return f"S={self.num_seqs} Q={self.num_queries} B={self.num_blocks}"
-
-
-def build_batch(
-    rows: Sequence[Row], shape: StepShape, *, block_size: int, num_cache_blocks: int, vocab_size: int
-) -> Batch:
-    """Pad rows to `shape`. Padding tokens are token 0 at position 0, written to slot 0 of the reserved block.
+def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, vocab_size: int) -> Batch:
+    """The arrays of a step, no larger than its rows need; a compiled step pads them to its bucket.
 
     An index outside its range would leave the cache half written when the graph runs, so it is a RuntimeError here:
     tokens in [0, vocab_size), blocks in [1, num_cache_blocks), every context token in a block of its own table.
     """
-    size = (shape.num_seqs, shape.num_queries)
+    queries = max(len(row.tokens) for row in rows)
+    blocks = max(-(-row.context_len // block_size) for row in rows)
     batch: Batch = {
-        "tokens": np.zeros(size, np.int32),
-        "positions": np.zeros(size, np.int32),
-        "slot_mapping": np.zeros(size, np.int32),
-        "block_tables": np.zeros((shape.num_seqs, shape.num_blocks), np.int32),
-        "query_lens": np.zeros(shape.num_seqs, np.int32),
-        "context_lens": np.zeros(shape.num_seqs, np.int32),
+        "tokens": np.zeros((len(rows), queries), np.int32),
+        "positions": np.zeros((len(rows), queries), np.int32),
+        "slot_mapping": np.zeros((len(rows), queries), np.int32),
+        "block_tables": np.zeros((len(rows), blocks), np.int32),
+        "query_lens": np.array([len(row.tokens) for row in rows], np.int32),
+        "context_lens": np.array([row.context_len for row in rows], np.int32),
     }
-    if not shape.fits(rows, block_size):
-        raise RuntimeError(f"rows do not fit the step {shape}: {[(len(r.tokens), r.context_len) for r in rows]}")
     for index, row in enumerate(rows):
         count = len(row.tokens)
         used = -(-row.context_len // block_size)
@@ -81,6 +70,4 @@ def build_batch(
         batch["positions"][index, :count] = positions
         batch["slot_mapping"][index, :count] = table[positions // block_size] * block_size + positions % block_size
         batch["block_tables"][index, :used] = table[:used]
-        batch["query_lens"][index] = count
-        batch["context_lens"][index] = row.context_len
     return batch

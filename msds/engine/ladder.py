@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msds.engine.batch import StepShape
-
 RUNG_FACTOR = 4
 CHUNK_OVERHEAD_TOKENS = 32
 """What launching one more chunk costs, in tokens of compute; keeps short tails from becoming many small chunks."""
@@ -25,28 +23,19 @@ def rungs(largest: int, smallest: int) -> tuple[int, ...]:
 
 def step_ladders(
     *, max_model_len: int, max_num_seqs: int, prefill_chunk: int, block_size: int
-) -> tuple[tuple[StepShape, ...], tuple[StepShape, ...]]:
-    """(prefill shapes, decode shapes): prefill takes one sequence, decode one or `max_num_seqs`."""
+) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
+    """(prefill buckets, decode buckets): S sequences, Q query tokens each, B context blocks each.
+
+    Prefill takes one sequence, decode one or `max_num_seqs`.
+    """
     max_blocks = -(-max_model_len // block_size)
     contexts = rungs(max_blocks, max(1, min(max_blocks, 512 // block_size)))
     chunk = min(prefill_chunk, max_model_len)
     chunks = tuple(sorted({min(64, chunk), chunk}))
     sequences = tuple(sorted({1, max_num_seqs}))
-    prefill = tuple(StepShape(1, q, b) for q in chunks for b in contexts if q <= b * block_size)
-    decode = tuple(StepShape(s, 1, b) for s in sequences for b in contexts)
+    prefill = tuple({"S": 1, "Q": q, "B": b} for q in chunks for b in contexts if q <= b * block_size)
+    decode = tuple({"S": s, "Q": 1, "B": b} for s in sequences for b in contexts)
     return prefill, decode
-
-
-def choose_shape(shapes: Sequence[StepShape], num_seqs: int, num_queries: int, num_blocks: int) -> StepShape:
-    """The cheapest shape that holds the request. RuntimeError when none does: admission should have refused it."""
-    fitting = [
-        shape
-        for shape in shapes
-        if shape.num_seqs >= num_seqs and shape.num_queries >= num_queries and shape.num_blocks >= num_blocks
-    ]
-    if not fitting:
-        raise RuntimeError(f"no planned step holds S={num_seqs} Q={num_queries} B={num_blocks}")
-    return min(fitting, key=lambda shape: (shape.num_seqs * shape.num_queries, shape.num_blocks))
 
 
 def next_chunk(remaining: int, chunk_sizes: Sequence[int]) -> int:

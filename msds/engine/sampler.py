@@ -81,9 +81,7 @@ class SequenceState:
         self._key = stream_key(seed, choice)
         outside = sorted(id_ for id_ in params.logit_bias if id_ >= vocab_size)
         if outside:
-            raise SamplingError(
-                f"logit_bias names token {outside[0]}; the model has the tokens 0 to {vocab_size - 1}"
-            )
+            raise SamplingError(f"logit_bias names token {outside[0]}; the model has the tokens 0 to {vocab_size - 1}")
         self._end_ids = np.array(sorted({*end_ids, *params.stop_token_ids}), np.int64)
         self._bias_ids = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
@@ -168,9 +166,7 @@ class TokenCounts:
             self.add(token_id)
 
 
-def sample(
-    logits: Floats, states: Sequence[SequenceState], *, allowed_vocab: int | None = None
-) -> list[Sampled]:
+def sample(logits: Floats, states: Sequence[SequenceState], *, allowed_vocab: int | None = None) -> list[Sampled]:
     """One token for each row of logits [S, V], float32, one state each.
 
     Ids from `allowed_vocab` on (padding of the model's vocabulary, without a token) are never chosen. A row

@@ -207,7 +207,7 @@ def prefill(
     """A chunk of new tokens per sequence over what is already cached; expanded attention.
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
-    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence, hidden likewise,
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden likewise,
     is_finite [S] over all its new tokens, and the cache with the new tokens written.
     """
     return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size)
@@ -255,7 +255,7 @@ def mtp(
     shared = _shared_by_layers(batch, config, block_size)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params | {"norm": layer["shared_head"]["norm"]}, x, batch, num_logits, config)
-    pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1:])
+    pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
     return out, {"layers": cache["layers"], "mtp": pages}
 
 

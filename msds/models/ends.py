@@ -24,18 +24,20 @@ def embed(params: Params, tokens: Tensor) -> Tensor:
 
 
 def outputs(params: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig) -> Outputs:
-    """Final norm and head for the last `num_logits` real tokens of each sequence: x [S * Q, D] -> logits
+    """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0): x [S * Q, D] -> logits
     [S, num_logits, vocab] float32, hidden [S, num_logits, D], is_finite [S] bool (over all real tokens)."""
     sequences, queries = batch["tokens"].shape
     hidden = rms_norm(x, params["norm"]["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
     index = ops.arange(0, queries, dtype=ms.int32).expand_dims(0)
     is_padding = index >= batch["query_lens"].expand_dims(1)
     is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding).all(-1)
-    if num_logits < queries:
-        hidden = last_rows(hidden, batch["query_lens"], num_logits)
+    rows = queries
+    if 0 < num_logits < queries:
+        rows = num_logits
+        hidden = last_rows(hidden, batch["query_lens"], rows)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    logits = linear(head, hidden.reshape(sequences * num_logits, -1)).astype(ms.float32)
-    return {"logits": logits.reshape(sequences, num_logits, -1), "hidden": hidden, "is_finite": is_finite}
+    logits = linear(head, hidden.reshape(sequences * rows, -1)).astype(ms.float32)
+    return {"logits": logits.reshape(sequences, rows, -1), "hidden": hidden, "is_finite": is_finite}
 
 
 def last_rows(hidden: Tensor, query_lens: Tensor, count: int) -> Tensor:

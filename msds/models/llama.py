@@ -112,7 +112,7 @@ def prefill(
     """New tokens per sequence over what is already cached.
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
-    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence, hidden likewise,
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden likewise,
     is_finite [S] over all its new tokens, and the cache with the new tokens written.
     """
     x = embed(params, batch["tokens"])

@@ -2,6 +2,7 @@
 
 import re
 
+from msds.checkpoint import Skip
 from msds.config import ModelConfig
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\w+)")
@@ -25,12 +26,16 @@ def is_stacked(path: str) -> bool:
     return _EXPERT.fullmatch(path) is not None
 
 
-def skipped_names(config: ModelConfig) -> tuple[tuple[str, str], ...]:
-    """(pattern, reason) of stored tensors that are knowingly not loaded."""
-    skipped = [(r".*\.rotary_emb\.inv_freq", "computed from the config")]
+def skipped_tensors(config: ModelConfig, *, has_mtp: bool) -> tuple[Skip, ...]:
+    """Stored tensors that are knowingly not loaded; `has_mtp`: whether the tree has the MTP layers."""
+    skipped = [Skip("*.rotary_emb.inv_freq", "computed from the config")]
+    if config.tie_word_embeddings:
+        skipped.append(Skip("lm_head.weight", "the head is the embedding, as the config says"))
     depths = getattr(config, "num_nextn_predict_layers", 0)
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + depths):
-        prefix = rf"model\.layers\.{layer}"
-        skipped.append((rf"{prefix}\.embed_tokens\.weight", "an MTP layer shares the main model's embedding"))
-        skipped.append((rf"{prefix}\.shared_head\.head\.weight", "an MTP layer shares the main model's head"))
+        if has_mtp:
+            skipped.append(Skip(f"model.layers.{layer}.embed_tokens.weight", "a copy of the main model's embedding"))
+            skipped.append(Skip(f"model.layers.{layer}.shared_head.head.weight", "a copy of the main model's head"))
+        else:
+            skipped.append(Skip(f"model.layers.{layer}.*", "an MTP layer, and speculation is off"))
     return tuple(skipped)

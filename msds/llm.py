@@ -1,0 +1,207 @@
+"""LLM: a checkpoint folder in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from msds.checkpoint import Checkpoint
+from msds.config import ModelConfig, read_config
+from msds.engine.engine import Engine, TextListener
+from msds.engine.ladder import step_ladders
+from msds.engine.options import EngineOptions, free_memory_bytes
+from msds.engine.sequence import Output
+from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
+from msds.model import Model, check_token_ids, load
+from msds.models import model_functions
+from msds.sampling import SamplingParams
+from msds.weights import settle_mtp
+from msds_graphs.plan import Plan
+from msds_graphs.trees import tree_flatten
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model ready to generate.
+
+    path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
+    memory_fraction, prefill_chunk, dtype, threads). plan: implementation per op. warm_up: compile every planned
+    shape now instead of on first use. progress: show loading and compiling; None on a terminal.
+
+    Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        plan: Plan | None = None,
+        warm_up: bool = False,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = _engine_options(options)
+        folder = Path(path)
+        stored = read_config(folder)
+        self.max_model_len = self.options.resolve_max_model_len(stored)
+        with_checkpoint = Checkpoint.open(folder)
+        try:
+            config = settle_mtp(with_checkpoint, stored, mtp=False)
+        finally:
+            with_checkpoint.close()
+        _set_threads(self.options.resolved_threads)
+        num_blocks = self._plan_blocks(config)
+        self.model: Model = load(folder, dtype=self.options.dtype, mtp=False, plan=plan, progress=progress)
+        self.engine = self._build_engine(num_blocks)
+        if warm_up:
+            self.warm_up(progress=progress)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_text: TextListener | None = None,
+    ) -> list[Output]:
+        """Answers in the order of the prompts, `n` each.
+
+        prompts: one text, one list of token ids, or a list of either; texts get the tokenizer's BOS where it has one.
+        sampling: one for all or one per prompt; default: the checkpoint's generation_config.json.
+        on_text: called as text becomes final, for streaming.
+        PromptError, SamplingError or TokenizerError before anything runs; an answer whose numbers break ends with
+        finish_reason "error" and leaves the others alone.
+        """
+        batch = _as_prompts(prompts)
+        token_ids = [self._encode(prompt) for prompt in batch]
+        return self._run(token_ids, self._params_for(sampling, len(batch)), on_text)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_text: TextListener | None = None,
+    ) -> list[Output]:
+        """As `generate`, for one conversation or a list of them, rendered by the checkpoint's chat template.
+
+        messages: OpenAI's form, [{"role": "user", "content": "..."}]. tools and chat_template_kwargs go to the
+        template as they are.
+        """
+        conversations = _as_conversations(messages)
+        token_ids = [
+            self.model.chat_template.encode(conversation, tools=tools, template_kwargs=chat_template_kwargs)
+            for conversation in conversations
+        ]
+        return self._run(token_ids, self._params_for(sampling, len(token_ids)), on_text)
+
+    def default_sampling(self, **explicit: Any) -> SamplingParams:
+        """Sampling parameters of the checkpoint's generation_config.json, with `explicit` ones on top."""
+        return SamplingParams.from_generation_config(self.model.generation, **explicit)
+
+    def warm_up(self, *, progress: bool | None = None) -> None:
+        """Compile every planned shape; prints a table of buckets, seconds and padding unless progress is False."""
+        self.engine.runner.warm_up(None if progress is False else print)
+
+    def _run(
+        self, token_ids: Sequence[Sequence[int]], params: Sequence[SamplingParams], on_text: TextListener | None
+    ) -> list[Output]:
+        for ids in token_ids:
+            check_token_ids(ids, self.model.config.vocab_size)
+        outputs: list[Output] = []
+        try:
+            for index, (ids, sampling) in enumerate(zip(token_ids, params, strict=True)):
+                self.engine.add(ids, sampling, prompt_index=index)
+            while self.engine.has_work:
+                outputs.extend(self.engine.step(on_text))
+        finally:
+            self.engine.abort()  # after an error or an interrupt nothing may keep its blocks
+        return sorted(outputs, key=lambda output: (output.prompt_index, output.choice_index))
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.model.tokenizer is None:
+            raise TokenizerError(f"{self.model.folder} has no tokenizer.json: give the prompt as token ids")
+        return self.model.tokenizer.encode(prompt)
+
+    def _params_for(
+        self, sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if sampling is None:
+            sampling = self.default_sampling()
+        if isinstance(sampling, SamplingParams):
+            sampling = [sampling] * count
+        if len(sampling) != count:
+            raise SamplingError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one for each")
+        if self.model.tokenizer is None and any(params.stop for params in sampling):
+            raise SamplingError("stop strings need a tokenizer, which this folder lacks: use stop_token_ids")
+        return list(sampling)
+
+    def _plan_blocks(self, config: ModelConfig) -> int:
+        """Cache blocks, decided from the config alone, before a byte of weights is read."""
+        functions = model_functions(config)
+        dtype = self.options.resolved_dtype
+        block = functions.cache_spec(config, 1, self.options.block_size, dtype)
+        return self.options.plan_blocks(
+            max_model_len=self.max_model_len,
+            block_bytes=sum(leaf.nbytes for leaf in tree_flatten(block)[0]),
+            weight_bytes=sum(leaf.nbytes for leaf in tree_flatten(functions.spec(config, dtype))[0]),
+            free_bytes=free_memory_bytes(),
+        )
+
+    def _build_engine(self, num_blocks: int) -> Engine:
+        from msds.engine.runner import Runner
+
+        options = self.options
+        prefill_buckets, decode_buckets = step_ladders(
+            max_model_len=self.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            prefill_chunk=options.prefill_chunk,
+            block_size=options.block_size,
+        )
+        runner = Runner(
+            self.model,
+            num_blocks=num_blocks,
+            block_size=options.block_size,
+            prefill_buckets=prefill_buckets,
+            decode_buckets=decode_buckets,
+        )
+        return Engine(runner, max_model_len=self.max_model_len, max_num_seqs=options.max_num_seqs)
+
+
+def _engine_options(options: Mapping[str, Any]) -> EngineOptions:
+    known = [field.name for field in fields(EngineOptions)]
+    for name in options:
+        if name not in known:
+            raise OptionError(f"option {name!r} is unknown: the options are {', '.join(known)}")
+    return EngineOptions(**options)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or len(prompts) == 0:
+        raise PromptError("no prompts: give a text, a list of token ids, or a list of either")
+    if all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]  # one prompt of token ids
+    for index, item in enumerate(prompts):
+        if not isinstance(item, (str, Sequence)):
+            raise PromptError(f"prompt {index} is {item!r}: give a text or a list of token ids")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or len(messages) == 0:
+        raise PromptError('no messages: give a list such as [{"role": "user", "content": "..."}]')
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _set_threads(count: int) -> None:
+    import mindspore as ms
+
+    ms.set_context(runtime_num_threads=count)

@@ -1,0 +1,171 @@
+"""A loaded model: the parameter tree, the pure functions over it, and the teacher-forced logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from msds.checkpoint import Checkpoint
+from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
+from msds.engine.options import EngineOptions
+from msds.errors import OptionError, PromptError, TokenizerError
+from msds.models import model_functions
+from msds.text.chat import ChatTemplate
+from msds.text.tokenizer import Tokenizer, has_tokenizer
+from msds.weights import load_weights, settle_mtp, stored_skips
+from msds_graphs.plan import Plan
+from msds_graphs.specs import ArraySpec
+from msds_graphs.trees import Tree
+from msds_ops import IMPLEMENTATIONS
+
+
+class Model:
+    """What `load` returns.
+
+    config: as loaded (MTP layers counted only if they are in the tree). params: the canonical tree with the derived
+    leaves beside it, bound as MindSpore Parameters. functions: the module of pure functions (spec, cache_spec,
+    forward, prefill, decode, and mtp for DeepSeek). plan: which implementation each op uses. tokenizer: None where the
+    folder has none. generation: defaults of generation_config.json.
+    """
+
+    def __init__(
+        self, folder: Path, config: ModelConfig, params: Tree, plan: Plan, functions: ModuleType, dtype: str
+    ) -> None:
+        from msds_graphs.binding import bind, fresh_prefix
+
+        self.folder = folder
+        self.config = config
+        self.functions = functions
+        self.plan = plan
+        self.dtype = dtype
+        self.params = bind(functions.derive(params, config=config), fresh_prefix("params"))
+        self.tokenizer: Tokenizer | None = Tokenizer.open(folder) if has_tokenizer(folder) else None
+        self._chat_template: ChatTemplate | None = None
+        self.generation: GenerationConfig = read_generation_config(folder)
+        self._forward: Any = None
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The folder's chat template, compiled on first use; TokenizerError where there is none."""
+        if self._chat_template is None:
+            if self.tokenizer is None:
+                raise TokenizerError(
+                    f"{self.folder} has no tokenizer: chat needs one; prompts of token ids work without"
+                )
+            self._chat_template = ChatTemplate.open(self.folder, self.tokenizer)
+        return self._chat_template
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a text: of config.json, generation_config.json and the tokenizer together."""
+        ids = {*self.config.eos_token_ids, *self.generation.eos_token_ids}
+        if self.tokenizer is not None and self.tokenizer.eos_id is not None:
+            ids.add(self.tokenizer.eos_id)
+        return frozenset(ids)
+
+    @property
+    def allowed_vocab(self) -> int:
+        """Ids below this may be chosen: those of the model that the tokenizer, where there is one, knows."""
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        return min(self.config.vocab_size, self.tokenizer.vocab_size)
+
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
+        """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.
+
+        `positions` defaults to 0, 1, ...; they must ascend and stay below the model's context. PromptError otherwise.
+        The first call of each length class (powers of four from 16) compiles a graph.
+        """
+        ids = check_token_ids(token_ids, self.config.vocab_size)
+        places = np.arange(len(ids)) if positions is None else np.asarray(positions)
+        if places.shape != ids.shape or (np.diff(places) < 1).any() or places[0] < 0:
+            raise PromptError("positions must be as many as the token ids, ascending and not negative")
+        if places[-1] >= max_context(self.config):
+            raise PromptError(f"position {places[-1]} is outside the model's context of {max_context(self.config)}")
+        batch = {
+            "tokens": ids[None].astype(np.int32),
+            "positions": places[None].astype(np.int32),
+            "query_lens": np.array([len(ids)], np.int32),
+        }
+        logits: npt.NDArray[np.float32] = self._compiled_forward()(batch)["logits"][0]
+        return logits
+
+    def _compiled_forward(self) -> Any:
+        if self._forward is None:
+            from msds_graphs.compile import compile
+
+            config, plan, definition = self.config, self.plan, self.functions.forward
+
+            def forward(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+                return definition(params, batch, config, plan), cache
+
+            lengths = [16]
+            while lengths[-1] < max_context(config):
+                lengths.append(min(4 * lengths[-1], max_context(config)))
+            self._forward = compile(
+                forward,
+                bound=self.params,
+                batch={
+                    "tokens": ArraySpec((1, "Q"), "int32"),
+                    "positions": ArraySpec((1, "Q"), "int32"),
+                    "query_lens": ArraySpec((1,), "int32"),
+                },
+                buckets=[{"Q": length} for length in lengths],
+                outputs={"logits": (None, "Q", None), "hidden": (None, "Q", None), "is_finite": None},
+                name="forward",
+            )
+        return self._forward
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    mtp: bool | None = None,
+    plan: Plan | None = None,
+    progress: bool | None = None,
+) -> Model:
+    """Load a Hugging Face folder (config.json, safetensors, optionally a tokenizer).
+
+    dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
+    False never. plan: implementation per op, default the portable ones. progress: show a bar; None on a terminal.
+    Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
+    """
+    folder = Path(path)
+    stored = read_config(folder)
+    plan = checked_plan(plan or Plan())
+    resolved = EngineOptions(dtype=dtype).resolved_dtype
+    checkpoint = Checkpoint.open(folder)
+    try:
+        config = settle_mtp(checkpoint, stored, mtp)
+        functions = model_functions(config)
+        spec = functions.spec(config, resolved)
+        params = load_weights(checkpoint, spec, config, stored_skips(stored, config), progress=progress)
+    finally:
+        checkpoint.close()
+    return Model(folder, config, params, plan, functions, resolved)
+
+
+def checked_plan(plan: Plan) -> Plan:
+    """The plan, if every op it names exists and has the implementation; OptionError otherwise."""
+    for op, implementation in plan.impl:
+        if op not in IMPLEMENTATIONS:
+            raise OptionError(f"plan names op {op!r}: the ops with a choice are {', '.join(IMPLEMENTATIONS)}")
+        if implementation not in IMPLEMENTATIONS[op]:
+            raise OptionError(f"op {op} has no {implementation!r} implementation: use {', '.join(IMPLEMENTATIONS[op])}")
+    return plan
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """The ids as an array [T] if there is at least one and the model has them all; PromptError otherwise."""
+    if isinstance(token_ids, (str, bytes)) or len(token_ids) == 0:
+        raise PromptError("the prompt has no token ids: it needs at least one")
+    for index, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+            raise PromptError(f"token id {token!r} at position {index} is not a whole number in [0, {vocab_size})")
+    return np.asarray(token_ids, np.int64)

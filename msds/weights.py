@@ -1,0 +1,69 @@
+"""From a checkpoint folder to the canonical parameter tree. No MindSpore: arrays are NumPy until a step binds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from msds.checkpoint import Checkpoint, Entry, Skip, load, shares_embedding
+from msds.config import DeepseekConfig, ModelConfig
+from msds.errors import CheckpointError
+from msds.models.names import hf_names, is_stacked, skipped_tensors
+from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
+
+
+def has_mtp_layers(checkpoint: Checkpoint, config: ModelConfig) -> bool:
+    """Whether the files hold the MTP layers that the config announces."""
+    if not isinstance(config, DeepseekConfig) or not config.num_nextn_predict_layers:
+        return False
+    return f"model.layers.{config.num_hidden_layers}.eh_proj.weight" in checkpoint
+
+
+def settle_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: bool | None) -> ModelConfig:
+    """The config of what will be loaded: without MTP layers if they are unwanted (False) or not stored (None).
+
+    CheckpointError when they are wanted (True) and absent.
+    """
+    present = has_mtp_layers(checkpoint, config)
+    if mtp and not present:
+        raise CheckpointError(
+            f"{checkpoint.folder} has no MTP layer (num_nextn_predict_layers is "
+            f"{getattr(config, 'num_nextn_predict_layers', 0)} and model.layers.{config.num_hidden_layers}.eh_proj.weight "
+            "is not stored): speculation needs one; turn it off or use the checkpoint that has it"
+        )
+    if isinstance(config, DeepseekConfig) and not (present and mtp is not False):
+        return replace(config, num_nextn_predict_layers=0)
+    return config
+
+
+def checkpoint_entries(spec: Tree, config: ModelConfig) -> list[Entry]:
+    """One ledger entry per parameter of a spec tree."""
+    leaves, structure = tree_flatten(spec)
+    return [
+        Entry(path, hf_names(path, config), leaf.shape, leaf.dtype, is_stacked(path))
+        for path, leaf in zip(structure.paths(), leaves, strict=True)
+    ]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: Tree,
+    config: ModelConfig,
+    skipped: Sequence[Skip],
+    *,
+    progress: bool | None = None,
+) -> Tree:
+    """The canonical tree of NumPy arrays in the spec's dtypes, every parameter filled exactly once.
+
+    `config` is the settled one (`settle_mtp`). Raises CheckpointError with all faults at once, before allocating.
+    """
+    shares_embedding(checkpoint, config.tie_word_embeddings)
+    entries = checkpoint_entries(spec, config)
+    arrays: dict[str, Any] = load(checkpoint, entries, skipped, progress=progress)
+    return tree_unflatten(tree_flatten(spec)[1], [arrays[entry.path] for entry in entries])
+
+
+def stored_skips(stored: ModelConfig, settled: ModelConfig) -> tuple[Skip, ...]:
+    """What is knowingly left in the files: `stored` as config.json says, `settled` as it will be loaded."""
+    return skipped_tensors(stored, has_mtp=getattr(settled, "num_nextn_predict_layers", 0) > 0)
