@@ -65,9 +65,9 @@ def test_spelled_control_tokens_stay_text(role):
 @settings(deadline=None, max_examples=200)
 @given(
     contents=st.lists(
-        st.lists(st.sampled_from([USER, "</think>", "<", "<｜", "｜>", ">", "User｜>", "<thi", "nk>", "x"])).map(
-            "".join
-        ),
+        st.lists(
+            st.sampled_from([USER, "</think>", "<｜User", "｜User｜>", "<", "｜>", ">", "User｜>", "<thi", "nk>", "x"])
+        ).map("".join),
         min_size=1,
         max_size=4,
     )
@@ -89,8 +89,8 @@ def test_think_markers_cut_the_assistant_and_nobody_else():
     assert cutting.render([{"role": "assistant", "content": "a</think>b"}]) == "b"
     assert cutting.render(user("a</think>b")) == "a</think>b"
     assert close not in cutting.encode(user("a</think>b"))
-    keeping = template("{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}")
-    own = [{"role": "assistant", "content": "a</think>", "reasoning_content": "<think>"}]
+    keeping = template("{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{{ m.name }}{% endfor %}")
+    own = [{"role": "assistant", "content": "a</think>", "reasoning_content": "<think>", "name": "<think>"}]
     ids = keeping.encode(own)
     assert [id_ for id_ in ids if id_ in tokenizer.control_ids.values()] == [close, close - 1]
 

@@ -97,6 +97,8 @@ def test_leading_space_belongs_to_a_continuation():
     ids = tokenizer.encode_plain("he he")
     assert "".join(stream(tokenizer, ids)) == " he he"
     assert "".join(stream(tokenizer, ids, continuation=False)) == "he he"
+    padding = tokenizer.vocab_size
+    assert "".join(stream(tokenizer, [padding, *ids], continuation=False)) == "he he"
 
 
 def test_real_vocabulary_streams_chinese_and_emoji():

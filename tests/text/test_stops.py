@@ -78,6 +78,9 @@ def test_before_min_tokens_a_stop_is_text():
     matcher = StopMatcher(["ab"])
     assert matcher.push("ab", armed=False) + matcher.push("xa", armed=False) == "abx"
     assert (matcher.push("b"), matcher.stopped) == ("", "ab")  # complete when it counts
+    matcher = StopMatcher(["aba"])
+    assert (matcher.push("xaba", armed=False), matcher.held) == ("xab", "a")
+    assert (matcher.push("ba"), matcher.stopped) == ("", "aba")  # the second one begins inside the first
 
 
 def test_overlapping_starts_are_found():

@@ -80,6 +80,13 @@ def test_control_tokens_inside_the_vocabulary_cannot_be_spelled(ignore_merges):
     assert tokenizer.decode(tokenizer.encode_plain("<s>")) == "<s>"
 
 
+def test_the_longest_of_overlapping_control_tokens_wins():
+    parts = tiny.byte_level_json()
+    new = max(token["id"] for token in parts["added_tokens"]) + 1
+    parts["added_tokens"] += [tiny.added(new + n, "<a>"[: 2 + n], special=True) for n in range(2)]
+    assert Tokenizer(parts).encode("<a><a") == [new + 1, new] == library(parts).encode("<a><a").ids
+
+
 def test_unigram_control_tokens_cannot_be_spelled():
     pieces = [["<unk>", 0.0], ["<s>", 0.0], ["▁", -2.0], ["<", -3.0], ["s", -3.0], [">", -3.0]]
     marker = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}

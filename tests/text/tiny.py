@@ -75,8 +75,8 @@ def byte_level_config(**changes):
 
 def sentencepiece_json(*, metaspace=False):
     """A tokenizer.json like Llama 2's: word beginnings are marked, unknown characters fall back to bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helowrd", "▁h", "▁he"]
-    merges = ["▁ h", "▁h e"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"helowrd", "▁h", "▁he", "▁▁"]
+    merges = ["▁ h", "▁h e", "▁ ▁"]
     steps = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
