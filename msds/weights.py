@@ -29,8 +29,8 @@ def settle_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: bool | None) ->
     if mtp and not present:
         raise CheckpointError(
             f"{checkpoint.folder} has no MTP layer (num_nextn_predict_layers is "
-            f"{getattr(config, 'num_nextn_predict_layers', 0)} and model.layers.{config.num_hidden_layers}.eh_proj.weight "
-            "is not stored): speculation needs one; turn it off or use the checkpoint that has it"
+            f"{getattr(config, 'num_nextn_predict_layers', 0)}, and model.layers.{config.num_hidden_layers}."
+            "eh_proj.weight is not stored): speculation needs one; turn it off or use the checkpoint that has it"
         )
     if isinstance(config, DeepseekConfig) and not (present and mtp is not False):
         return replace(config, num_nextn_predict_layers=0)

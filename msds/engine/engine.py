@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from msds.engine.batch import Row
 from msds.engine.blocks import BlockPool
@@ -150,7 +151,9 @@ class Engine:
         self._sample([sequences[i] for i in healthy], result.logits[healthy, -1], on_text)
         return self._collect(sequences)
 
-    def _sample(self, sequences: list[GenerationSequence], logits: np.ndarray, on_text: TextListener | None) -> None:
+    def _sample(
+        self, sequences: list[GenerationSequence], logits: npt.NDArray[np.float32], on_text: TextListener | None
+    ) -> None:
         if not sequences:
             return
         states = [sequence.state for sequence in sequences]

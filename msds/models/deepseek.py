@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
-from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs
+from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
@@ -175,16 +175,18 @@ def derive(params: Params, *, config: DeepseekConfig) -> Params:
 # --- steps ---------------------------------------------------------------------------------------------------
 
 
-def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) -> Outputs:
+def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, trace: bool = False) -> Outputs:
     """The definition: teacher-forced, no cache, expanded attention.
 
     batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
-    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool, and with `trace`
+    layers: the residual stream [S, Q, D] after each layer.
     """
     tokens, positions = batch["tokens"], batch["positions"]
     x = embed(params, tokens)
     rope = _rope(config, positions)
     mask = causal_mask(positions, batch["query_lens"])
+    states = ()
     for layer in params["layers"]:
         attention = layer["self_attn"]
         normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
@@ -192,7 +194,8 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) ->
         latent = _latent(attention, normed, rope, config).reshape(tokens.shape[0], tokens.shape[1], -1)
         x = x + _attend_expanded(attention, q_nope, q_pe, latent, mask, config)
         x = x + _mlp(layer, x, config, plan)
-    return outputs(params, x, batch, tokens.shape[1], config)
+        states = (*states, x)
+    return traced(outputs(params, x, batch, 0, config), states, batch, trace)
 
 
 def prefill(
@@ -203,14 +206,15 @@ def prefill(
     plan: Plan,
     num_logits: int,
     block_size: int,
+    trace: bool = False,
 ) -> tuple[Outputs, Cache]:
     """A chunk of new tokens per sequence over what is already cached; expanded attention.
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
-    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden likewise,
-    is_finite [S] over all its new tokens, and the cache with the new tokens written.
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
+    likewise, is_finite [S] over all its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
-    return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size)
+    return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size, trace)
 
 
 def decode(
@@ -221,12 +225,13 @@ def decode(
     plan: Plan,
     num_logits: int,
     block_size: int,
+    trace: bool = False,
 ) -> tuple[Outputs, Cache]:
     """One or a few new tokens per sequence; absorbed attention over the latent cache. Shapes as `prefill`.
 
     `params` is the derived tree (`derive`).
     """
-    return _cached_step(params, cache, batch, _attend_absorbed, config, plan, num_logits, block_size)
+    return _cached_step(params, cache, batch, _attend_absorbed, config, plan, num_logits, block_size, trace)
 
 
 def mtp(
@@ -247,8 +252,7 @@ def mtp(
     `params` is the derived tree.
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
-    tokens, _positions = batch["tokens"], batch["positions"]
-    embedded = rms_norm(embed(params, tokens), layer["enorm"]["weight"], config.rms_norm_eps)
+    embedded = rms_norm(embed(params, batch["tokens"]), layer["enorm"]["weight"], config.rms_norm_eps)
     hidden = batch["hidden"].reshape(embedded.shape)
     hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
     x = linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
@@ -268,14 +272,16 @@ def _cached_step(
     plan: Plan,
     num_logits: int,
     block_size: int,
+    trace: bool,
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"])
     shared = _shared_by_layers(batch, config, block_size)
-    pages = ()
+    pages, states = (), ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
-        pages = (*pages, page)
-    return outputs(params, x, batch, num_logits, config), {"layers": pages, "mtp": cache["mtp"]}
+        pages, states = (*pages, page), (*states, x)
+    out = traced(outputs(params, x, batch, num_logits, config), states, batch, trace)
+    return out, {"layers": pages, "mtp": cache["mtp"]}
 
 
 def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int) -> dict[str, Any]:

@@ -40,6 +40,16 @@ def outputs(params: Params, x: Tensor, batch: Batch, num_logits: int, config: Mo
     return {"logits": logits.reshape(sequences, rows, -1), "hidden": hidden, "is_finite": is_finite}
 
 
+def traced(out: Outputs, states: tuple[Tensor, ...], batch: Batch, trace: bool) -> dict[str, Any]:
+    """The outputs and, where asked for, the residual stream after each layer: [S * Q, D] each -> [S, Q, D] each."""
+    if not trace:
+        return out
+    layers = ()
+    for state in states:
+        layers = (*layers, state.reshape(*batch["tokens"].shape, state.shape[-1]))
+    return {"logits": out["logits"], "hidden": out["hidden"], "is_finite": out["is_finite"], "layers": layers}
+
+
 def last_rows(hidden: Tensor, query_lens: Tensor, count: int) -> Tensor:
     """The last `count` real rows of each sequence: [S, Q, D], [S] -> [S, count, D].
 

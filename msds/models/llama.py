@@ -9,7 +9,7 @@ from typing import Any
 from mindspore import Tensor
 
 from msds.config import LlamaConfig
-from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs
+from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
 from msds.models.rotary import rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
@@ -84,20 +84,23 @@ def derive(params: Params, *, config: LlamaConfig) -> Params:
 # --- steps ---------------------------------------------------------------------------------------------------
 
 
-def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> Outputs:
+def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace: bool = False) -> Outputs:
     """The definition: teacher-forced, no cache.
 
     batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
-    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool, and with `trace`
+    layers: the residual stream [S, Q, D] after each layer.
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
     mask = causal_mask(batch["positions"], batch["query_lens"])
+    states = ()
     for layer in params["layers"]:
         q, k, v = _project(layer, x, batch, rope, config)
         x = x + _attend(layer["self_attn"], q, k, v, mask, config)
         x = x + _mlp(layer, x, config)
-    return outputs(params, x, batch, batch["tokens"].shape[1], config)
+        states = (*states, x)
+    return traced(outputs(params, x, batch, 0, config), states, batch, trace)
 
 
 def prefill(
@@ -108,12 +111,13 @@ def prefill(
     plan: Plan,
     num_logits: int,
     block_size: int,
+    trace: bool = False,
 ) -> tuple[Outputs, Cache]:
     """New tokens per sequence over what is already cached.
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
-    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden likewise,
-    is_finite [S] over all its new tokens, and the cache with the new tokens written.
+    Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
+    likewise, is_finite [S] over all its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
@@ -124,18 +128,15 @@ def prefill(
     new_rows = head_rows(batch["slot_mapping"], heads, num_slots)  # [S, G, Q]
     mask = context_mask(batch["positions"], slots.shape[1])
     impl = plan.implementation("cache_write")
-    pages = ()
+    pages, states = (), ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         q, k, v = _project(layer, x, batch, rope, config)
         page_k, page_v = cache_write(page["k"], k, new_rows, impl), cache_write(page["v"], v, new_rows, impl)
-        context_k, context_v = (
-            cache_read(page_k, context_rows),
-            cache_read(page_v, context_rows),
-        )  # [S, G, C, K]
+        context_k, context_v = cache_read(page_k, context_rows), cache_read(page_v, context_rows)
         x = x + _attend(layer["self_attn"], q, context_k, context_v, mask, config)
         x = x + _mlp(layer, x, config)
-        pages = (*pages, {"k": page_k, "v": page_v})
-    return outputs(params, x, batch, num_logits, config), {"layers": pages}
+        pages, states = (*pages, {"k": page_k, "v": page_v}), (*states, x)
+    return traced(outputs(params, x, batch, num_logits, config), states, batch, trace), {"layers": pages}
 
 
 decode = prefill

@@ -3,7 +3,7 @@
 import re
 
 from msds.checkpoint import Skip
-from msds.config import ModelConfig
+from msds.config import DeepseekConfig, ModelConfig
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\w+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(.*)")
@@ -16,7 +16,7 @@ def hf_names(path: str, config: ModelConfig) -> tuple[str, ...]:
     name = "model." + path
     if match := _MTP.fullmatch(path):  # MTP layers are stored behind the main ones
         name = f"model.layers.{config.num_hidden_layers + int(match[1])}.{match[2]}"
-    if match := _EXPERT.fullmatch(name):
+    if isinstance(config, DeepseekConfig) and (match := _EXPERT.fullmatch(name)):
         return tuple(f"{match[1]}.{expert}.{match[2]}.weight" for expert in range(config.n_routed_experts))
     return (name,)
 
