@@ -41,9 +41,7 @@ def test_known_answers(counter, key, expected):
 def test_arrays_equal_the_plain_specification():
     keys, counters = (WORDS, WORDS[::-1]), (np.roll(WORDS, 5), np.roll(WORDS, 11))
     x0, x1 = random.threefry2x32(keys, counters)
-    expected = [
-        plain_block((int(a), int(b)), (int(c), int(d))) for a, b, c, d in zip(*keys, *counters, strict=True)
-    ]
+    expected = [plain_block((int(a), int(b)), (int(c), int(d))) for a, b, c, d in zip(*keys, *counters, strict=True)]
     assert list(zip(x0.tolist(), x1.tolist(), strict=True)) == expected
 
 
