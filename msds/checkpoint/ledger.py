@@ -33,7 +33,7 @@ class Entry:
             raise CheckpointError(f"{self.path}: weights load as float32, float16 or bfloat16, not {self.dtype!r}")
         if len(self.names) != (self.shape[0] if self.stacked else 1):
             raise CheckpointError(f"{self.path} {list(self.shape)} cannot be made of {len(self.names)} tensors")
-        self.loaded_shape  # noqa: B018  refuses an index that does not fit
+        self._bounds()  # refuses an index that does not fit
 
     @property
     def loaded_shape(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ https://github.com/huggingface/safetensors#format.
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -97,6 +98,9 @@ def write_checkpoint(
         raise CheckpointError(f"{folder} already holds {present[0].name}; write to an empty folder")
     tensors = list(sources)
     total = sum(source.nbytes for source in tensors)
+    free = shutil.disk_usage(folder).free
+    if total > free:
+        raise CheckpointError(f"{folder} needs {total} bytes for its tensors, {free} are free on that disk")
     shards = _split(tensors, max_shard_bytes)
     # "format" is what transformers asks for; the bytes have no framework.
     notes = {"format": "pt", **(metadata or {})}

@@ -126,7 +126,9 @@ def test_padding_tokens_at_the_end_are_not_part_of_the_tokenizer(tmp_path):
     )
     folder = convert_gguf(source, tmp_path / "converted")
     assert read_json(folder, "config.json")["vocab_size"] == count
-    assert len(transformers.AutoTokenizer.from_pretrained(folder)) == len(TOKENS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == len(TOKENS)
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9"), "Qwen composes characters first"
 
 
 def test_llama3_texts_begin_with_bos_and_numbers_go_by_three(tmp_path):
@@ -139,6 +141,7 @@ def test_llama3_texts_begin_with_bos_and_numbers_go_by_three(tmp_path):
     assert tokenizer.encode("the", add_special_tokens=False)[0] != 1
     words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12345")
     assert [word for word, _ in words] == ["a", "Ġ", "123", "45"]
+    assert tokenizer.tokenize("42xyz") == ["42", "xyz"], "a word that is a token is taken whole, without merges"
 
 
 def divisors(factor):

@@ -101,6 +101,12 @@ def test_a_folder_with_a_checkpoint_is_not_mixed_with_another(tmp_path):
         write_checkpoint(tmp_path, [tensor_source("b", np.ones(4))])
 
 
+def test_a_full_disk_is_noticed_before_writing(tmp_path):
+    huge = TensorSource("a", "float32", (1 << 60,), lambda: pytest.fail("must not be made"))
+    with pytest.raises(CheckpointError, match="needs 4611686018427387904 bytes"):
+        write_checkpoint(tmp_path, [huge])
+
+
 def test_a_name_given_twice_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a is given twice"):
         write_file(tmp_path / "x.safetensors", [tensor_source("a", np.ones(4)), tensor_source("a", np.ones(4))])

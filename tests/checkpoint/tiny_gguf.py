@@ -9,8 +9,17 @@ from tokenizers import pre_tokenizers
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 2, 4, 2, 16
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MERGES = ["Ġ t", "h e", "Ġt he"]
-TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe", "<tool>"]
+MERGES = ["Ġ t", "h e", "Ġt he", "4 2"]
+TOKENS = [
+    *SPECIAL,
+    *sorted(pre_tokenizers.ByteLevel.alphabet()),
+    "Ġt",
+    "he",
+    "Ġthe",
+    "42",
+    "xyz",
+    "<tool>",
+]  # no merge makes xyz
 VOCABULARY = len(TOKENS)
 TYPES = [3, 3, 3, *[1] * (len(TOKENS) - 4), 4]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
