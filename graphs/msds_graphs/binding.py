@@ -112,14 +112,14 @@ def _check_assignable(path: str, parameter: Any, value: Any) -> None:
     if not isinstance(parameter, Parameter):
         raise GraphError(f"{path!r} is a {type(parameter).__name__}, not a Parameter: bind() the tree first")
     if not isinstance(value, (np.ndarray, Tensor)):
-        raise GraphError(f"value of {path!r} is a {type(value).__name__}: pass a NumPy array or tensor")
+        raise GraphError(f"value {at(path)} is a {type(value).__name__}: pass a NumPy array or tensor")
     if tuple(value.shape) != tuple(parameter.shape):
-        raise GraphError(f"value of {path!r} has shape {tuple(value.shape)}, bound {tuple(parameter.shape)}")
+        raise GraphError(f"value {at(path)} has shape {tuple(value.shape)}, bound {tuple(parameter.shape)}")
     bound = dtype_name(parameter)
     if not numpy_has(bound) and ms.get_context("device_target") == "CPU":
         raise GraphError(f"{path!r} is {bound}, which MindSpore cannot assign on the CPU: bind it as float32")
     if dtype_name(value) != bound and value.dtype != storage_dtype(bound):
-        raise GraphError(f"value of {path!r} has dtype {dtype_name(value)}, bound {bound}: cast it")
+        raise GraphError(f"value {at(path)} has dtype {dtype_name(value)}, bound {bound}: cast it")
 
 
 def _as_tensor(value: Any, dtype: str) -> Tensor:

@@ -15,11 +15,15 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import os
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 from mindspore.common.parameter import Parameter
@@ -29,6 +33,8 @@ from msds_graphs.lambdas import named_from_lambda
 from msds_graphs.trees import is_named_tuple, join, tree_flatten
 
 _FOREIGN = frozenset({"mindspore", "numpy"}) | sys.stdlib_module_names
+_FOLDERS = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (mindspore, np))
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def prepare(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,6 +142,9 @@ class _Reach:
 
 def _is_foreign(value: object) -> bool:
     """Whether the object belongs to MindSpore, NumPy or the standard library: not ours to inspect."""
+    if isinstance(value, types.FunctionType):  # by place, as a user's module may be named like a library's
+        file = value.__code__.co_filename
+        return file.startswith(_FOLDERS) or (file.startswith(_STDLIB) and "site-packages" not in file)
     module = getattr(value, "__module__", None) or type(value).__module__
     return isinstance(module, str) and module.partition(".")[0] in _FOREIGN and module != "__main__"
 

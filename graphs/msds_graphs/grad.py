@@ -19,6 +19,10 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     the same structure and dtypes, zero where the loss does not depend on a leaf. That argument is a tree of
     Parameters (bound or donated) or of tensors.
 
+    Six levels is all that MindSpore nests, and the gradients lie one down in (loss, gradients): of a tree deeper
+    than five, hold the leaves as a tuple, differentiate by that, and let `fn` rebuild the tree with
+    msds_graphs.steps.unflatten.
+
     To be called in a function given to `compile`, so that a whole training step is one graph:
 
         loss_and_grad = value_and_grad(loss)

@@ -130,9 +130,10 @@ def make_step(
                     ops.assign(slots[position], values[position])
             if returns_donated:
                 outputs = outputs + written
-        if len(outputs) == 0:
-            # A graph without outputs swallows its own errors: nothing is left that could raise them.
-            outputs = (leaves[0],)
+            if len(outputs) == 0:
+                # When nothing computed leaves this block, MindSpore drops it, writes and all; and a graph
+                # without outputs swallows its errors. So there is always an output.
+                outputs = (ops.deepcopy(leaves[0]),)
         return outputs
 
     return step
