@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from msds.engine.sampler import NEVER, SequenceState, sample, token_logprobs
+from msds.engine.sampler import NEVER, SequenceState, _invert, sample, token_logprobs
 from msds.errors import SamplingError
 from msds.sampling import SamplingParams
 from msds_ops.random import uniform
@@ -178,6 +178,29 @@ def test_top_p_that_is_reached_exactly_keeps_no_more():
         assert {choose(logits, halves, seed=seed) for seed in range(100)} == kept
 
 
+def test_a_long_tail_belongs_to_top_p():
+    # 20,000 tokens of 1e-7 each hold 0.2 %: top_p 0.999 needs half of them, those of the lowest ids
+    logits = np.full(20_001, math.log(1e-7))
+    logits[7] = 0
+    chosen = {choose(logits, SamplingParams(top_p=0.999), seed=seed) for seed in range(3000)}
+    assert len(chosen) > 1
+    assert max(chosen) < 10_100
+
+
+def test_a_number_between_two_roundings_of_one_sum_stays_inside():
+    """The running sum of a block may end just below the sum of that block: the last token takes the gap."""
+    rng = np.random.default_rng(0)
+    gaps = 0
+    for _ in range(200):
+        weights = rng.random(256)
+        block = np.add.reduceat(weights, [0, 128])
+        number = np.nextafter(block[0], 0) / block.sum()
+        if np.cumsum(weights[:128])[-1] <= number * block.sum() < block[0]:
+            gaps += 1
+            assert _invert(weights, number) == 127
+    assert gaps > 10
+
+
 def test_min_p_counts_from_the_best_token():
     logits = np.log(np.array([0.5, 0.26, 0.24]))
     assert {choose(logits, SamplingParams(min_p=0.5), seed=s) for s in range(100)} == {0, 1}
@@ -186,6 +209,7 @@ def test_min_p_counts_from_the_best_token():
 def test_number_zero_skips_tokens_without_probability(monkeypatch):
     monkeypatch.setattr(SequenceState, "uniform", lambda self: 0.0)
     assert choose([-math.inf, -math.inf, 0.0, 1.0], SamplingParams()) == 2
+    assert choose([-math.inf] * 300 + [0.0], SamplingParams()) == 300
     monkeypatch.setattr(SequenceState, "uniform", lambda self: 1 - 2**-24)
     assert choose([0.0, 1.0, -math.inf, -math.inf], SamplingParams()) == 1
 
