@@ -186,7 +186,7 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
     x = embed(params, tokens)
     rope = _rope(config, positions)
     mask = causal_mask(positions, batch["query_lens"])
-    states = ()
+    states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         attention = layer["self_attn"]
         normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
@@ -276,7 +276,8 @@ def _cached_step(
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"])
     shared = _shared_by_layers(batch, config, block_size)
-    pages, states = (), ()
+    pages: tuple[Params, ...] = ()
+    states: tuple[Tensor, ...] = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages, states = (*pages, page), (*states, x)

@@ -44,7 +44,7 @@ def traced(out: Outputs, states: tuple[Tensor, ...], batch: Batch, trace: bool) 
     """The outputs and, where asked for, the residual stream after each layer: [S * Q, D] each -> [S, Q, D] each."""
     if not trace:
         return out
-    layers = ()
+    layers: tuple[Tensor, ...] = ()
     for state in states:
         layers = (*layers, state.reshape(*batch["tokens"].shape, state.shape[-1]))
     return {"logits": out["logits"], "hidden": out["hidden"], "is_finite": out["is_finite"], "layers": layers}

@@ -94,7 +94,7 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
     mask = causal_mask(batch["positions"], batch["query_lens"])
-    states = ()
+    states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         q, k, v = _project(layer, x, batch, rope, config)
         x = x + _attend(layer["self_attn"], q, k, v, mask, config)
@@ -128,7 +128,8 @@ def prefill(
     new_rows = head_rows(batch["slot_mapping"], heads, num_slots)  # [S, G, Q]
     mask = context_mask(batch["positions"], slots.shape[1])
     impl = plan.implementation("cache_write")
-    pages, states = (), ()
+    pages: tuple[Params, ...] = ()
+    states: tuple[Tensor, ...] = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         q, k, v = _project(layer, x, batch, rope, config)
         page_k, page_v = cache_write(page["k"], k, new_rows, impl), cache_write(page["v"], v, new_rows, impl)

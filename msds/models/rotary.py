@@ -1,6 +1,8 @@
 """Rotary constants of a model, folded into the graph at compile time."""
 
-import numpy as np
+from typing import Any, TypeAlias
+
+import numpy.typing as npt
 from mindspore.ops.primitive import constexpr
 
 from msds.config import DeepseekConfig, ModelConfig, RopeScaling
@@ -11,8 +13,10 @@ from msds_ops.rope import (
     yarn_frequencies,
 )
 
+Array: TypeAlias = npt.NDArray[Any]
 
-def rotary_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
+
+def rotary_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Array, float]:
     """Frequencies [R/2] float32 and the amplitude of cos and sin, as the config's `rope_scaling` asks.
 
     `dynamic` keeps the unscaled frequencies: it would change them only beyond the original length, which the
@@ -45,14 +49,14 @@ def rotary_frequencies(rope_dim: int, theta: float, scaling: RopeScaling | None)
     return frequencies, scaling.amplitude
 
 
-@constexpr
+@constexpr  # type: ignore[untyped-decorator]
 def rotary_constants(config: ModelConfig, rope_dim: int) -> tuple[tuple[float, ...], float]:
     """`rotary_frequencies` of a config as compile-time constants."""
     frequencies, amplitude = rotary_frequencies(rope_dim, config.rope_theta, config.rope_scaling)
     return tuple(float(f) for f in frequencies), amplitude
 
 
-@constexpr
+@constexpr  # type: ignore[untyped-decorator]
 def mla_softmax_scale(config: DeepseekConfig) -> float:
     """(N + R)^-1/2, times m(mscale_all_dim)^2 where YaRN asks for it, as a compile-time constant.
 
@@ -60,4 +64,5 @@ def mla_softmax_scale(config: DeepseekConfig) -> float:
     features alone: modeling_deepseek.py of the published checkpoints.
     """
     scaling = config.rope_scaling
-    return config.qk_head_dim**-0.5 * (scaling.mla_softmax_factor if scaling is not None else 1.0)
+    scale: float = config.qk_head_dim**-0.5 * (scaling.mla_softmax_factor if scaling is not None else 1.0)
+    return scale

@@ -4,9 +4,14 @@ S sequences, Q queries per sequence, C context slots, H query heads, G key/value
 V value features.
 """
 
+from typing import Any, TypeAlias
+
 import mindspore as ms
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, ops
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _bmm = ops.BatchMatMul()
 _bmm_nt = ops.BatchMatMul(transpose_b=True)
@@ -58,7 +63,7 @@ def attend_latent(q: Tensor, latent: Tensor, mask: Tensor, scale: float) -> Tens
     return out.reshape(sequences, queries, heads, features)
 
 
-def attend_numpy(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> np.ndarray:
+def attend_numpy(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:
     """`attend` in float64, one head at a time."""
     sequences, queries, heads, _ = q.shape
     groups = k.shape[1]

@@ -12,9 +12,14 @@ array, copy the whole cache. One row per slot, or, where several heads are cache
 attention then reads the context of each head in order, without transposing it.
 """
 
+from typing import Any, TypeAlias
+
 import mindspore as ms
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, ops
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _scatter_update = ops.ScatterUpdate()
 
@@ -62,7 +67,7 @@ def context_mask(positions: Tensor, context: int) -> Tensor:
     return index <= positions.expand_dims(-1)
 
 
-def cache_write_numpy(cache: np.ndarray, values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def cache_write_numpy(cache: Array, values: Array, rows: Array) -> Array:
     """The written cache as a new array."""
     written = cache.copy()
     for value, row in zip(values, rows, strict=True):

@@ -6,9 +6,14 @@ Top-k is done by rank: the rank of a score is how many beat it, ties going to th
 only, is the same on every device, and the built-in top-k costs milliseconds per call on a CPU.
 """
 
+from typing import Any, TypeAlias
+
 import mindspore as ms
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, ops
+
+Array: TypeAlias = npt.NDArray[Any]
 
 _bmm_nt = ops.BatchMatMul(transpose_b=True)
 
@@ -146,13 +151,13 @@ def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor
 
 
 def moe_experts_numpy(
-    x: np.ndarray,
-    topk_idx: np.ndarray,
-    weights: np.ndarray,
-    gate: np.ndarray,
-    up: np.ndarray,
-    down: np.ndarray,
-) -> np.ndarray:
+    x: Array,
+    topk_idx: Array,
+    weights: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+) -> Array:
     """`moe_experts` pair by pair in float64."""
     x = np.asarray(x, np.float64)
     out = np.zeros_like(x)

@@ -1,8 +1,13 @@
 """RMSNorm (Zhang and Sennrich 2019, equation 4). T tokens, D features."""
 
+from typing import Any, TypeAlias
+
 import mindspore as ms
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, ops
+
+Array: TypeAlias = npt.NDArray[Any]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -15,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return scaled.astype(x.dtype) * weight
 
 
-def rms_norm_numpy(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+def rms_norm_numpy(x: Array, weight: Array, eps: float) -> Array:
     """The same in float64."""
     x64 = np.asarray(x, np.float64)
-    return x64 / np.sqrt(np.mean(x64 * x64, axis=-1, keepdims=True) + eps) * weight
+    return np.asarray(x64 / np.sqrt(np.mean(x64 * x64, axis=-1, keepdims=True) + eps) * weight)

@@ -8,19 +8,23 @@ Llama and Qwen: the checkpoint decides, not the scheme.
 """
 
 import math
+from typing import Any, TypeAlias
 
 import mindspore as ms
 import numpy as np
+import numpy.typing as npt
 from mindspore import Tensor, ops
 
+Array: TypeAlias = npt.NDArray[Any]
 
-def default_frequencies(rope_dim: int, theta: float) -> np.ndarray:
+
+def default_frequencies(rope_dim: int, theta: float) -> Array:
     """theta^(-2i/R): [R/2] float32."""
     exponents = np.arange(0, rope_dim, 2, dtype=np.float32) / np.float32(rope_dim)
     return (np.float32(1.0) / np.float32(theta) ** exponents).astype(np.float32)
 
 
-def linear_frequencies(rope_dim: int, theta: float, factor: float) -> np.ndarray:
+def linear_frequencies(rope_dim: int, theta: float, factor: float) -> Array:
     """Position interpolation (Chen et al. 2023): every frequency divided by `factor`; [R/2] float32."""
     return default_frequencies(rope_dim, theta) / np.float32(factor)
 
@@ -33,13 +37,14 @@ def llama3_frequencies(
     low_freq_factor: float,
     high_freq_factor: float,
     original_max_position_embeddings: int,
-) -> np.ndarray:
+) -> Array:
     """Llama 3.1's scheme: long waves divided by `factor`, short waves kept, a linear ramp between; [R/2] float32."""
     inv_freq = default_frequencies(rope_dim, theta).astype(np.float64)
     wavelength = 2 * math.pi / inv_freq
     ramp = (original_max_position_embeddings / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     kept = np.clip(ramp, 0.0, 1.0)
-    return (inv_freq * (kept + (1 - kept) / factor)).astype(np.float32)
+    frequencies: Array = (inv_freq * (kept + (1 - kept) / factor)).astype(np.float32)
+    return frequencies
 
 
 def yarn_frequencies(
@@ -51,7 +56,7 @@ def yarn_frequencies(
     beta_fast: float,
     beta_slow: float,
     truncate: bool = True,
-) -> np.ndarray:
+) -> Array:
     """YaRN (Peng et al. 2023, section 3.2), NTK by parts; [R/2] float32.
 
     Features that turn more than `beta_fast` times within the original context keep their frequency, those that
@@ -99,12 +104,12 @@ def rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.astype(x.dtype)
 
 
-def rotate_numpy(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray, interleaved: bool) -> np.ndarray:
+def rotate_numpy(x: Array, positions: Array, inv_freq: Array, interleaved: bool) -> Array:
     """Either rotation in float64, pair by pair as complex numbers: [T, H, R] -> [T, H, R]."""
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     angles = np.asarray(positions, np.float64)[:, None, None] * np.asarray(inv_freq, np.float64)
     turned = (first + 1j * second) * np.exp(1j * angles)
     if interleaved:
-        return np.stack((turned.real, turned.imag), axis=-1).reshape(x.shape)
+        return np.asarray(np.stack((turned.real, turned.imag), axis=-1).reshape(x.shape))
     return np.concatenate((turned.real, turned.imag), axis=-1)
