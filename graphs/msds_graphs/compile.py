@@ -287,7 +287,8 @@ class Compiled:
         function = make_step(
             self._fn, trees, on_result, in_place=self._options.in_place, returns_donated=returns_donated
         )
-        # MindSpore tells jit functions apart by name, file and line: a name of its own keeps steps apart.
+        # MindSpore tells jit functions apart by name, place and a time stamp, and warns of "recompiling" one of
+        # the same name and place: a name of its own keeps steps apart for certain, and quiet.
         function.__name__ = f"{function.__name__}_{next(_NUMBERS)}"
         step.call = ms.jit(function, fullgraph=True)
         return step

@@ -33,7 +33,7 @@ from msds_graphs.lambdas import named_from_lambda
 from msds_graphs.trees import is_named_tuple, join, tree_flatten
 
 _FOREIGN = frozenset({"mindspore", "numpy"}) | sys.stdlib_module_names
-_FOLDERS = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (mindspore, np))
+_FOLDERS = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (mindspore, np))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
