@@ -29,7 +29,8 @@ class LLM:
 
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
     memory_fraction, prefill_chunk, dtype, threads). plan: implementation per op. warm_up: compile every planned
-    shape now instead of on first use. progress: show loading and compiling; None on a terminal.
+    shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading and compiling; None on a
+    terminal.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -40,6 +41,7 @@ class LLM:
         *,
         plan: Plan | None = None,
         warm_up: bool = False,
+        check_sha256: bool | None = None,
         progress: bool | None = None,
         **options: Any,
     ) -> None:
@@ -54,7 +56,9 @@ class LLM:
             with_checkpoint.close()
         _set_threads(self.options.resolved_threads)
         num_blocks = self._plan_blocks(config)
-        self.model: Model = load(folder, dtype=self.options.dtype, mtp=False, plan=plan, progress=progress)
+        self.model: Model = load(
+            folder, dtype=self.options.dtype, mtp=False, plan=plan, check_sha256=check_sha256, progress=progress
+        )
         self.engine = self._build_engine(num_blocks)
         if warm_up:
             self.warm_up(progress=progress)
@@ -150,7 +154,7 @@ class LLM:
         return self.options.plan_blocks(
             max_model_len=self.max_model_len,
             block_bytes=sum(leaf.nbytes for leaf in tree_flatten(block)[0]),
-            weight_bytes=sum(leaf.nbytes for leaf in tree_flatten(functions.spec(config, dtype))[0]),
+            weight_bytes=sum(leaf.nbytes for leaf in tree_flatten(functions.derived_spec(config, dtype))[0]),
             free_bytes=free_memory_bytes(),
         )
 

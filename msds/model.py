@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.checkpoint import Checkpoint
+from msds.checkpoint import MANIFEST_NAME, Checkpoint, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
 from msds.engine.options import EngineOptions
-from msds.errors import OptionError, PromptError, TokenizerError
+from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
 from msds.models import model_functions
 from msds.text.chat import ChatTemplate
 from msds.text.tokenizer import Tokenizer, has_tokenizer
@@ -128,27 +128,41 @@ def load(
     dtype: str = "auto",
     mtp: bool | None = None,
     plan: Plan | None = None,
+    check_sha256: bool | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Load a Hugging Face folder (config.json, safetensors, optionally a tokenizer).
 
     dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
-    False never. plan: implementation per op, default the portable ones. progress: show a bar; None on a terminal.
+    False never. plan: implementation per op, default the portable ones. check_sha256: read every file once more and
+    compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or raise, False never.
+    progress: show a bar; None on a terminal.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     folder = Path(path)
     stored = read_config(folder)
     plan = checked_plan(plan or Plan())
     resolved = EngineOptions(dtype=dtype).resolved_dtype
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder, weight_block_size=stored.weight_block_size)
     try:
         config = settle_mtp(checkpoint, stored, mtp)
         functions = model_functions(config)
         spec = functions.spec(config, resolved)
+        check_digests(folder, check_sha256, progress=progress)
         params = load_weights(checkpoint, spec, config, stored_skips(stored, config), progress=progress)
     finally:
         checkpoint.close()
     return Model(folder, config, params, plan, functions, resolved)
+
+
+def check_digests(folder: Path, wanted: bool | None, *, progress: bool | None) -> None:
+    """Compare files with their manifest as `load` says; CheckpointError when they differ or there is none to use."""
+    if wanted is False or (wanted is None and not (folder / MANIFEST_NAME).is_file()):
+        return
+    if verify_manifest(folder, progress=progress) == 0:
+        raise CheckpointError(
+            f"{folder} has no sha256 manifest to check against: put a {MANIFEST_NAME} there, or leave the check out"
+        )
 
 
 def checked_plan(plan: Plan) -> Plan:

@@ -5,12 +5,13 @@ from msds.checkpoint.gguf import convert_gguf
 from msds.checkpoint.header import TensorInfo
 from msds.checkpoint.ledger import Entry, Ledger, Skip
 from msds.checkpoint.loading import CheckpointWarning, load
-from msds.checkpoint.manifest import read_manifest, verify_manifest, write_manifest
+from msds.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest, write_manifest
 from msds.checkpoint.save import TensorSource, raw_source, tensor_source, write_checkpoint, write_file
 from msds.checkpoint.shards import Checkpoint
 from msds.checkpoint.tied import shares_embedding
 
 __all__ = [
+    "MANIFEST_NAME",
     "Checkpoint",
     "CheckpointWarning",
     "Entry",

@@ -6,6 +6,7 @@ S sequences, N logit rows per sequence, V vocabulary.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.engine.batch import BATCH_SPEC, Row, build_batch
+from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch
+from msds_graphs.buckets import choose_bucket
 
 if TYPE_CHECKING:
     from msds.model import Model
@@ -97,5 +99,19 @@ class Runner:
             num_cache_blocks=self.num_blocks,
             vocab_size=self.model.config.vocab_size,
         )
-        outputs = step(batch)
+        outputs = self._call(step, batch)
         return StepResult(outputs["logits"], outputs["is_finite"])
+
+    def _call(self, step: Compiled, batch: Batch) -> Any:
+        """Run a step; say so when it must be compiled first, because that takes seconds."""
+        if len(step.compiled_buckets) == len(step.buckets):
+            return step(batch)
+        dims = {"S": len(batch["tokens"]), "Q": batch["tokens"].shape[1], "B": batch["block_tables"].shape[1]}
+        bucket = choose_bucket(step.buckets, dims)
+        if bucket in step.compiled_buckets:
+            return step(batch)
+        logger.info("compiling %s for %r", step.name, bucket)
+        start = time.perf_counter()
+        outputs = step(batch)
+        logger.info("compiled %s for %r in %.1f s", step.name, bucket, time.perf_counter() - start)
+        return outputs

@@ -13,6 +13,7 @@ Attention is written twice. `forward` and `prefill` expand the latent into keys 
 `mtp` fold the expansion into the query and the output (absorbed) and read the latent as it lies in the cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -150,25 +151,46 @@ def _moe_spec(config: DeepseekConfig, dtype: str) -> Params:
 # --- derived weights -----------------------------------------------------------------------------------------
 
 
-def derive(params: Params, *, config: DeepseekConfig) -> Params:
+def derived_spec(config: DeepseekConfig, dtype: str = "float32") -> Params:
     """The canonical tree plus what `decode` and `mtp` want beside it: kv_b_proj cut into its two absorbed halves.
 
-    Per attention `absorbed`: `w_uk` [H, N, L] (keys from the latent) and `w_uv` [H, V, L] (values from it), copies
-    of the final, already dequantised kv_b_proj. NumPy arrays in, NumPy arrays out.
+    Per attention `absorbed`: `w_uk` [H, N, L] (keys from the latent) and `w_uv` [H, V, L] (values from it).
+    """
+    heads, latent = config.num_attention_heads, config.kv_lora_rank
+    axes = ("heads", None, "kv_lora")
+    absorbed = {
+        "w_uk": ArraySpec((heads, config.qk_nope_head_dim, latent), dtype, axes=axes),
+        "w_uv": ArraySpec((heads, config.v_head_dim, latent), dtype, axes=axes),
+    }
+    return _with_absorbed(spec(config, dtype), lambda kv_b: absorbed)
+
+
+def derive(params: Params, *, config: DeepseekConfig) -> Params:
+    """The tree of `derived_spec` from the canonical one: copies of the final, already dequantised kv_b_proj.
+
+    NumPy arrays in, NumPy arrays out.
     """
 
-    def with_absorbed(layer: Params) -> Params:
-        kv_b = layer["self_attn"]["kv_b_proj"]["weight"]
+    def absorbed(kv_b: Any) -> Params:
         kv_b = kv_b.reshape(config.num_attention_heads, -1, config.kv_lora_rank)  # [H, N + V, L]
-        absorbed = {
+        return {
             "w_uk": np.ascontiguousarray(kv_b[:, : config.qk_nope_head_dim]),
             "w_uv": np.ascontiguousarray(kv_b[:, config.qk_nope_head_dim :]),
         }
-        return layer | {"self_attn": layer["self_attn"] | {"absorbed": absorbed}}
 
-    return params | {
-        "layers": tuple(with_absorbed(layer) for layer in params["layers"]),
-        "mtp": tuple(with_absorbed(layer) for layer in params["mtp"]),
+    return _with_absorbed(params, absorbed)
+
+
+def _with_absorbed(tree: Params, absorbed: Callable[[Any], Params]) -> Params:
+    """The tree with `absorbed` of its kv_b_proj weight in every attention."""
+
+    def extended(layer: Params) -> Params:
+        attention = layer["self_attn"]
+        return layer | {"self_attn": attention | {"absorbed": absorbed(attention["kv_b_proj"]["weight"])}}
+
+    return tree | {
+        "layers": tuple(extended(layer) for layer in tree["layers"]),
+        "mtp": tuple(extended(layer) for layer in tree["mtp"]),
     }
 
 

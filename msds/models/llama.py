@@ -76,8 +76,12 @@ def _layer_spec(config: LlamaConfig, dtype: str) -> Params:
     }
 
 
+derived_spec = spec
+"""The tree that the steps take: these models need nothing beside the canonical one."""
+
+
 def derive(params: Params, *, config: LlamaConfig) -> Params:
-    """The canonical tree: these models need nothing beside it."""
+    """The canonical tree itself."""
     return params
 
 

@@ -24,7 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     # MindSpore's own warnings are about its internals; a user who wants them sets the variable.
     os.environ.setdefault("GLOG_v", "3")
-    logging.basicConfig(format="msds: %(message)s", level=logging.INFO if options.verbose else logging.WARNING)
+    talks = options.verbose or (sys.stderr.isatty() and not getattr(options, "json", False))
+    logging.basicConfig(format="msds: %(message)s", level=logging.INFO if talks else logging.WARNING)
     try:
         return int(options.run(options))
     except MsdsError as error:
@@ -54,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
-    command.add_argument("-v", "--verbose", action="store_true", help="log what happens to standard error")
+    command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
     command.set_defaults(run=run)
     return command
 
@@ -80,6 +81,7 @@ def _add_generate(commands: Any) -> None:
     engine.add_argument("--block-size", metavar="N", type=int, help="tokens per cache block; default 16")
     engine.add_argument("--threads", metavar="N", type=int, help="CPU threads; default all cores")
     engine.add_argument("--dtype", help="auto (default) or float32")
+    _add_sha256(engine)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -91,7 +93,16 @@ def _add_verify(commands: Any) -> None:
     command.add_argument("--reference", metavar="NAME", help="transformers: compare with it too, if it is installed")
     command.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="text to compare on; at least 16 ids")
     command.add_argument("--tolerance", metavar="X", type=float, help="relative to the logits' scale; default 1e-4")
+    _add_sha256(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_sha256(group: Any) -> None:
+    group.add_argument(
+        "--check-sha256",
+        action=argparse.BooleanOptionalAction,
+        help="compare every file with its manifest; default: if the folder has SHA256SUMS",
+    )
 
 
 def _add_inspect(commands: Any) -> None:
@@ -111,7 +122,7 @@ def _generate(options: argparse.Namespace) -> int:
     from msds import LLM
 
     explicit = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop")
-    engine = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype")
+    engine = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype", "check_sha256")
     llm = LLM(options.model, progress=False if options.json else None, **_given(options, engine))
     sampling = llm.default_sampling(**_given(options, explicit))
     streams = not options.json and sampling.n == 1
@@ -160,7 +171,7 @@ def _verify(options: argparse.Namespace) -> int:
     from msds import load
     from msds.verify import verify
 
-    model = load(options.model, progress=False if options.json else None)
+    model = load(options.model, progress=False if options.json else None, **_given(options, ("check_sha256",)))
     say = None if options.json else (lambda name: print(f"checking {name}", file=sys.stderr))
     report = verify(model, **_given(options, ("token_ids", "tolerance", "reference")), progress=say)
     print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else report.render())
