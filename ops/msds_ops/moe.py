@@ -27,14 +27,17 @@ def rank_descending(scores: Tensor) -> Tensor:
     index = ops.arange(0, size, dtype=ms.int32)
     earlier = index.expand_dims(0) < index.expand_dims(1)  # [E, E]: the other stands before me
     beats = ops.logical_or(other > mine, ops.logical_and(other == mine, earlier))
-    return beats.astype(ms.int32).sum(-1)
+    return beats.astype(ms.int32).sum(-1, dtype=ms.int32)
 
 
 def scores_from_logits(logits: Tensor, scoring_func: str) -> Tensor:
-    """Expert affinities: [T, E] float32, `sigmoid` (V3) or `softmax` (V2)."""
-    if scoring_func == "sigmoid":
-        return ops.sigmoid(logits)
-    return ops.softmax(logits, -1)
+    """Expert affinities: [T, E] float32, `sigmoid` (V3) or `softmax` (V2).
+
+    A score that is not a number becomes 0. NaN beats nothing and is beaten by nothing, so the ranks of a token that
+    overflowed would name experts that do not exist, and the index error would end the step for all sequences.
+    """
+    scores = ops.sigmoid(logits) if scoring_func == "sigmoid" else ops.softmax(logits, -1)
+    return ops.where(ops.isfinite(scores), scores, ops.zeros_like(scores))
 
 
 def select_groups(choice: Tensor, num_groups: int, num_kept: int, *, by_top2: bool) -> Tensor:
@@ -59,7 +62,7 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     slots = ops.arange(0, num_chosen, dtype=ms.int32).reshape(1, -1, 1)
     chosen = rank_descending(choice).expand_dims(1) == slots  # [T, K, E], one True per row
     index = ops.arange(0, experts, dtype=ms.int32).reshape(1, 1, -1)
-    topk_idx = (chosen.astype(ms.int32) * index).sum(-1)
+    topk_idx = (chosen.astype(ms.int32) * index).sum(-1, dtype=ms.int32)
     weights = ops.masked_fill(scores.expand_dims(1), ops.logical_not(chosen), 0.0).sum(-1)
     return topk_idx, weights
 
@@ -135,13 +138,13 @@ def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_block
     index = ops.arange(0, experts, dtype=ms.int32)
     hit = (expert_of_pair.expand_dims(-1) == index).astype(ms.int32)  # [T*K, E]
     running = ops.cumsum(hit, 0)
-    rank_in_expert = (running * hit).sum(-1) - 1  # [T*K]
+    rank_in_expert = (running * hit).sum(-1, dtype=ms.int32) - 1  # [T*K]
     blocks = (running[-1] + block_rows - 1) // block_rows  # [E]
     block_end = ops.cumsum(blocks, 0)
     block_start = block_end - blocks
-    place = ((hit * block_start).sum(-1) * block_rows + rank_in_expert).astype(ms.int32)
+    place = (hit * block_start).sum(-1, dtype=ms.int32) * block_rows + rank_in_expert
     block = ops.arange(0, num_blocks, dtype=ms.int32).expand_dims(-1)
-    block_expert = (block >= block_end).astype(ms.int32).sum(-1)  # unused blocks at the end count all E
+    block_expert = (block >= block_end).astype(ms.int32).sum(-1, dtype=ms.int32)  # unused blocks at the end count all E
     return place, ops.minimum(block_expert, experts - 1).astype(ms.int32)
 
 

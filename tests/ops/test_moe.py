@@ -30,6 +30,7 @@ class TestRouting:
         want = np.empty_like(order)
         np.put_along_axis(want, order, np.arange(12)[None].repeat(40, 0), axis=-1)
         np.testing.assert_array_equal(got, want)
+        assert got.dtype == np.int32
 
     def test_scoring_functions(self, run):
         def scores(batch):
@@ -39,6 +40,22 @@ class TestRouting:
         sigmoid, softmax = run(scores, {"x": x})
         np.testing.assert_allclose(sigmoid, [[0.5, 0.75, 0.2]], rtol=1e-6)
         np.testing.assert_allclose(softmax, np.array([[1, 3, 0.25]]) / 4.25, rtol=1e-5)
+
+    @pytest.mark.parametrize("scoring_func", ["sigmoid", "softmax"])
+    def test_a_token_that_is_not_finite_still_names_experts_that_exist(self, run, scoring_func):
+        """Ranks of NaN name experts beyond the last, and an index error ends the step for every sequence in it."""
+
+        def routed(batch):
+            scores = scores_from_logits(batch["logits"], scoring_func)
+            choice = select_groups(scores, 4, 2, by_top2=True)
+            return top_experts(choice, scores, 3)
+
+        logits = np.zeros((4, 16), np.float32)
+        logits[0], logits[1, 5], logits[2, 7] = np.nan, np.nan, np.inf
+        idx, weights = run(routed, {"logits": logits})
+        assert idx.dtype == np.int32
+        assert all(len(set(row)) == 3 and 0 <= min(row) and max(row) < 16 for row in idx.tolist())
+        assert np.isfinite(weights).all()
 
     def test_group_score_is_the_sum_of_two_or_the_best(self, run):
         def selected(batch):
@@ -155,5 +172,6 @@ class TestExperts:
             assert place.max() < block_rows * num_blocks
             np.testing.assert_array_equal(block_expert[place // block_rows], expert_of_pair)
             assert block_expert.max() < experts
+            assert place.dtype == block_expert.dtype == np.int32
             for expert in range(experts):  # stable: pairs of one expert stay in order
                 assert (np.diff(place[expert_of_pair == expert]) > 0).all()
