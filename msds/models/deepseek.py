@@ -24,12 +24,12 @@ from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, trac
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
-from msds_ops.attention import attend, attend_latent, causal_mask
+from msds_ops.attention import attend, attend_latent, attention_bias, causal_mask
 from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
 from msds_ops.linear import linear, linear_float32, swiglu_mlp
 from msds_ops.moe import moe_experts, scores_from_logits, select_groups, top_experts
 from msds_ops.norm import rms_norm
-from msds_ops.rope import rope_cos_sin, rotate_interleaved
+from msds_ops.rope import rope_cos_sin, rotate
 
 LATENT_NORM_EPS = 1e-6
 """q_a_layernorm and kv_a_layernorm take their default epsilon in the published code, not config.rms_norm_eps."""
@@ -207,14 +207,14 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
     tokens, positions = batch["tokens"], batch["positions"]
     x = embed(params, tokens)
     rope = _rope(config, positions)
-    mask = causal_mask(positions, batch["query_lens"])
+    bias = attention_bias(causal_mask(positions, batch["query_lens"]), config.num_attention_heads)
     states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         attention = layer["self_attn"]
         normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
         q_nope, q_pe = _queries(attention, normed, rope, config)
         latent = _latent(attention, normed, rope, config).reshape(tokens.shape[0], tokens.shape[1], -1)
-        x = x + _attend_expanded(attention, q_nope, q_pe, latent, mask, config)
+        x = x + _attend_expanded(attention, q_nope, q_pe, latent, bias, config)
         x = x + _mlp(layer, x, config, plan)
         states = (*states, x)
     return traced(outputs(params, x, batch, 0, config), states, batch, trace)
@@ -314,7 +314,7 @@ def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int) -> 
         "rope": _rope(config, batch["positions"]),
         "new_slots": batch["slot_mapping"],
         "context_slots": slots,
-        "mask": context_mask(batch["positions"], slots.shape[1]),
+        "bias": attention_bias(context_mask(batch["positions"], slots.shape[1]), config.num_attention_heads),
     }
 
 
@@ -334,7 +334,7 @@ def _cached_layer(
     new = _latent(params, normed, shared["rope"], config)
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
-    x = x + attention(params, q_nope, q_pe, context, shared["mask"], config)
+    x = x + attention(params, q_nope, q_pe, context, shared["bias"], config)
     return x + _mlp(layer, x, config, plan), {"latent": latent}
 
 
@@ -343,7 +343,7 @@ def _cached_layer(
 
 def _rope(config: DeepseekConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     inv_freq, amplitude = rotary_constants(config, config.qk_rope_head_dim)
-    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude)
+    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude, True)
 
 
 def _queries(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
@@ -355,7 +355,7 @@ def _queries(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> tu
         q = linear(params["q_b_proj"], rms_norm(q_latent, params["q_a_layernorm"]["weight"], LATENT_NORM_EPS))
     q = q.reshape(x.shape[0], config.num_attention_heads, config.qk_head_dim)
     q_nope, q_pe = q[:, :, : config.qk_nope_head_dim], q[:, :, config.qk_nope_head_dim :]
-    return q_nope, rotate_interleaved(q_pe, rope[0], rope[1])
+    return q_nope, rotate(q_pe, rope[0], rope[1], True)
 
 
 def _latent(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> Tensor:
@@ -364,40 +364,40 @@ def _latent(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> Ten
     kv_latent = compressed[:, : config.kv_lora_rank]
     k_pe = compressed[:, config.kv_lora_rank :].expand_dims(1)  # [T, 1, R], shared by all heads
     kv_latent = rms_norm(kv_latent, params["kv_a_layernorm"]["weight"], LATENT_NORM_EPS)
-    return ops.concat((kv_latent, rotate_interleaved(k_pe, rope[0], rope[1])[:, 0]), -1)
+    return ops.concat((kv_latent, rotate(k_pe, rope[0], rope[1], True)[:, 0]), -1)
 
 
 def _attend_expanded(
-    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, mask: Tensor, config: DeepseekConfig
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig
 ) -> Tensor:
     """Naive MLA: expand every context latent into keys and values of every head.
 
-    q_nope [T, H, N], q_pe [T, H, R], latent [S, C, L + R], mask [S, Q, C] -> [T, D].
+    q_nope [T, H, N], q_pe [T, H, R], latent [S, C, L + R], bias [S, H, Q, C] -> [T, D].
     """
-    sequences, queries, context = mask.shape
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    sequences, heads, queries, context = bias.shape
+    nope = config.qk_nope_head_dim
     kv_latent, k_pe = latent[:, :, : config.kv_lora_rank], latent[:, :, config.kv_lora_rank :]
     kv = linear(params["kv_b_proj"], kv_latent.reshape(sequences * context, -1))
     kv = kv.reshape(sequences, context, heads, nope + config.v_head_dim).transpose(0, 2, 1, 3)  # [S, H, C, N + V]
     k_pe = ops.broadcast_to(k_pe.expand_dims(1), (sequences, heads, context, config.qk_rope_head_dim))
     k = ops.concat((kv[:, :, :, :nope], k_pe), -1)  # [S, H, C, N + R]
     q = ops.concat((q_nope, q_pe), -1).reshape(sequences, queries, heads, config.qk_head_dim)
-    out = attend(q, k, kv[:, :, :, nope:], mask, mla_softmax_scale(config))
+    out = attend(q, k, kv[:, :, :, nope:], bias, mla_softmax_scale(config))
     return linear(params["o_proj"], out.reshape(sequences * queries, -1))
 
 
 def _attend_absorbed(
-    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, mask: Tensor, config: DeepseekConfig
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig
 ) -> Tensor:
     """MLA in the latent space: q W_UK against the latent itself, W_UV after the softmax. Shapes as the naive one."""
-    sequences, queries, _ = mask.shape
-    heads = config.num_attention_heads
+    sequences, heads, queries, _ = bias.shape
     w_uk, w_uv = params["absorbed"]["w_uk"], params["absorbed"]["w_uv"]
-    q_latent = _bmm(q_nope.transpose(1, 0, 2), w_uk).transpose(1, 0, 2)  # [T, H, L]
-    q = ops.concat((q_latent, q_pe), -1).reshape(sequences, queries, heads, -1)
-    out = attend_latent(q, latent, mask, mla_softmax_scale(config))
-    out = out.reshape(sequences * queries, heads, -1)[:, :, : config.kv_lora_rank]
-    out = _bmm_nt(out.transpose(1, 0, 2), w_uv).transpose(1, 0, 2)  # [T, H, V]
+    q_latent = _bmm(q_nope.transpose(1, 0, 2), w_uk).reshape(heads, sequences, queries, -1)  # [H, S, Q, L]
+    q_pe = q_pe.reshape(sequences, queries, heads, -1).transpose(0, 2, 1, 3)
+    q = ops.concat((q_latent.transpose(1, 0, 2, 3), q_pe), -1)  # [S, H, Q, L + R]
+    out = attend_latent(q, latent, bias, mla_softmax_scale(config))[:, :, :, : config.kv_lora_rank]
+    out = out.transpose(1, 0, 2, 3).reshape(heads, sequences * queries, -1)  # [H, T, L]
+    out = _bmm_nt(out, w_uv).transpose(1, 0, 2)  # [T, H, V]
     return linear(params["o_proj"], out.reshape(sequences * queries, -1))
 
 

@@ -13,11 +13,11 @@ from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, trac
 from msds.models.rotary import rotary_constants
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
-from msds_ops.attention import attend, causal_mask
+from msds_ops.attention import attend, attention_bias, causal_mask
 from msds_ops.cache import cache_read, cache_write, context_mask, context_slots, head_rows
 from msds_ops.linear import linear, swiglu_mlp
 from msds_ops.norm import rms_norm
-from msds_ops.rope import rope_cos_sin, rotate_half
+from msds_ops.rope import rope_cos_sin, rotate
 
 # --- specs ---------------------------------------------------------------------------------------------------
 
@@ -97,11 +97,11 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
-    mask = causal_mask(batch["positions"], batch["query_lens"])
+    bias = attention_bias(causal_mask(batch["positions"], batch["query_lens"]), config.num_attention_heads)
     states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         q, k, v = _project(layer, x, batch, rope, config)
-        x = x + _attend(layer["self_attn"], q, k, v, mask, config)
+        x = x + _attend(layer["self_attn"], q, k, v, bias, config)
         x = x + _mlp(layer, x, config)
         states = (*states, x)
     return traced(outputs(params, x, batch, 0, config), states, batch, trace)
@@ -130,7 +130,7 @@ def prefill(
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
     context_rows = head_rows(slots, heads, num_slots)  # [S, G, C]
     new_rows = head_rows(batch["slot_mapping"], heads, num_slots)  # [S, G, Q]
-    mask = context_mask(batch["positions"], slots.shape[1])
+    bias = attention_bias(context_mask(batch["positions"], slots.shape[1]), config.num_attention_heads)
     impl = plan.implementation("cache_write")
     pages: tuple[Params, ...] = ()
     states: tuple[Tensor, ...] = ()
@@ -138,7 +138,7 @@ def prefill(
         q, k, v = _project(layer, x, batch, rope, config)
         page_k, page_v = cache_write(page["k"], k, new_rows, impl), cache_write(page["v"], v, new_rows, impl)
         context_k, context_v = cache_read(page_k, context_rows), cache_read(page_v, context_rows)
-        x = x + _attend(layer["self_attn"], q, context_k, context_v, mask, config)
+        x = x + _attend(layer["self_attn"], q, context_k, context_v, bias, config)
         x = x + _mlp(layer, x, config)
         pages, states = (*pages, {"k": page_k, "v": page_v}), (*states, x)
     return traced(outputs(params, x, batch, num_logits, config), states, batch, trace), {"layers": pages}
@@ -150,7 +150,7 @@ decode = prefill
 
 def _rope(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     inv_freq, amplitude = rotary_constants(config, config.head_dim)
-    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude)
+    return rope_cos_sin(positions.reshape(-1), inv_freq, amplitude, False)
 
 
 def _project(layer: Params, x: Tensor, batch: Batch, rope: Any, config: LlamaConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,14 +161,14 @@ def _project(layer: Params, x: Tensor, batch: Batch, rope: Any, config: LlamaCon
     q = linear(params["q_proj"], x).reshape(x.shape[0], config.num_attention_heads, config.head_dim)
     k = linear(params["k_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
     v = linear(params["v_proj"], x).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
-    q = rotate_half(q, rope[0], rope[1]).reshape(sequences, queries, config.num_attention_heads, config.head_dim)
-    k = rotate_half(k, rope[0], rope[1]).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
+    q = rotate(q, rope[0], rope[1], False).reshape(sequences, queries, config.num_attention_heads, config.head_dim)
+    k = rotate(k, rope[0], rope[1], False).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
     return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
-def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, config: LlamaConfig) -> Tensor:
-    """q [S, Q, H, K], k and v [S, G, C, K], mask [S, Q, C] -> [T, D]."""
-    out = attend(q, k, v, mask, config.head_dim**-0.5)
+def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, config: LlamaConfig) -> Tensor:
+    """q [S, Q, H, K], k and v [S, G, C, K], bias [S, H, Q, C] -> [T, D]."""
+    out = attend(q, k, v, bias, config.head_dim**-0.5)
     return linear(params["o_proj"], out.reshape(q.shape[0] * q.shape[1], -1))
 
 
