@@ -217,7 +217,7 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
         x = x + _attend_expanded(attention, q_nope, q_pe, latent, bias, config)
         x = x + _mlp(layer, x, config, plan)
         states = (*states, x)
-    return traced(outputs(params, x, batch, 0, config), states, batch, trace)
+    return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
 
 
 def prefill(
@@ -280,7 +280,7 @@ def mtp(
     x = linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
     shared = _shared_by_layers(batch, config, block_size)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
-    out = outputs(params | {"norm": layer["shared_head"]["norm"]}, x, batch, num_logits, config)
+    out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config)
     pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
     return out, {"layers": cache["layers"], "mtp": pages}
 
@@ -303,7 +303,7 @@ def _cached_step(
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages, states = (*pages, page), (*states, x)
-    out = traced(outputs(params, x, batch, num_logits, config), states, batch, trace)
+    out = traced(outputs(params, params["norm"], x, batch, num_logits, config), states, batch, trace)
     return out, {"layers": pages, "mtp": cache["mtp"]}
 
 

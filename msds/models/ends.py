@@ -23,11 +23,14 @@ def embed(params: Params, tokens: Tensor) -> Tensor:
     return ops.gather(params["embed_tokens"]["weight"], tokens.reshape(-1), 0)  # [T, D]
 
 
-def outputs(params: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig) -> Outputs:
-    """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0): x [S * Q, D] -> logits
-    [S, num_logits, vocab] float32, hidden [S, num_logits, D], is_finite [S] bool (over all real tokens)."""
+def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig) -> Outputs:
+    """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0).
+
+    norm: the model's own or that of an MTP layer. x [S * Q, D] -> logits [S, num_logits, vocab] float32,
+    hidden [S, num_logits, D], is_finite [S] bool (over all real tokens).
+    """
     sequences, queries = batch["tokens"].shape
-    hidden = rms_norm(x, params["norm"]["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
+    hidden = rms_norm(x, norm["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
     index = ops.arange(0, queries, dtype=ms.int32).expand_dims(0)
     is_padding = index >= batch["query_lens"].expand_dims(1)
     is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding).all(-1)

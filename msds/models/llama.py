@@ -104,7 +104,7 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
         x = x + _attend(layer["self_attn"], q, k, v, bias, config)
         x = x + _mlp(layer, x, config)
         states = (*states, x)
-    return traced(outputs(params, x, batch, 0, config), states, batch, trace)
+    return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
 
 
 def prefill(
@@ -141,7 +141,9 @@ def prefill(
         x = x + _attend(layer["self_attn"], q, context_k, context_v, bias, config)
         x = x + _mlp(layer, x, config)
         pages, states = (*pages, {"k": page_k, "v": page_v}), (*states, x)
-    return traced(outputs(params, x, batch, num_logits, config), states, batch, trace), {"layers": pages}
+    return traced(outputs(params, params["norm"], x, batch, num_logits, config), states, batch, trace), {
+        "layers": pages
+    }
 
 
 decode = prefill
