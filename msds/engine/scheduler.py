@@ -91,6 +91,9 @@ class Scheduler(Generic[S]):
             )
         if most is not None and len(self._waiting) + len(sequences) > most:
             raise QueueFullError(len(sequences), len(self._waiting), most)
+        ids = [sequence.id for sequence in sequences]
+        if len(set(ids)) < len(ids) or not self._entries.keys().isdisjoint(ids):
+            raise RuntimeError(f"sequences {ids}: each needs an id of its own")
         slots = [self._check_fits(sequence) for sequence in sequences]
         for sequence, max_slots in zip(sequences, slots, strict=True):
             entry = Entry(sequence, self._num_arrivals, max_slots, self._cache.chain(sequence.cache_salt))
@@ -101,38 +104,33 @@ class Scheduler(Generic[S]):
     def schedule(self) -> Step[S] | None:
         """The next step, or None when there is nothing to do. RuntimeError while a step is out."""
         self._require_no_step()
-        kinds: tuple[Callable[[], Step[S] | None], ...] = (self._schedule_prefill, self._schedule_decode)
-        for schedule in reversed(kinds) if self._prefilled_last else kinds:
-            step = schedule()
-            if step is not None:
-                self._prefilled_last = isinstance(step, PrefillStep)
-                self._step = step
-                self._step_entries = [self._running[row.sequence.id] for row in step.rows]
-                self._lengths = [len(row.sequence.token_ids) for row in step.rows]
-                return step
-        return None
+        step: Step[S] | None = self._schedule_decode() if self._prefilled_last else None
+        step = step or self._schedule_prefill() or self._schedule_decode()
+        if step is not None:
+            self._prefilled_last = isinstance(step, PrefillStep)
+            self._step = step
+            self._step_entries = [self._running[row.sequence.id] for row in step.rows]
+            self._lengths = [len(row.sequence.token_ids) for row in step.rows]
+        return step
 
     def commit(self, step: Step[S]) -> None:
         """The step ran, and accepted tokens are appended to its sequences: count them, and keep full blocks.
 
         A row that samples may have brought up to 1 + num_drafts tokens (accepted drafts, then a sampled one), others
-        none. What is counted as computed stops before the last token, whose logits come next.
+        none; RuntimeError otherwise, and then the step is still out. What counts as computed stops before the last
+        token, whose logits come next.
         """
-        entries, lengths = self._close(step)
-        for row, entry, length in zip(step.rows, entries, lengths, strict=True):
+        grown = self._grown(step)
+        for row, entry, num_new in zip(step.rows, self._close(step), grown, strict=True):
             if entry.is_aborted:
                 self._release(entry)
                 continue
-            num_new = len(row.sequence.token_ids) - length
-            most = 1 + row.num_drafts if row.samples else 0
-            if not 0 <= num_new <= most:
-                raise RuntimeError(f"sequence {row.sequence.id} grew by {num_new} tokens in a step for 0 to {most}")
-            row.sequence.num_computed = min(row.end + max(0, num_new - 1), length + num_new - 1)
+            row.sequence.num_computed = min(row.end + max(0, num_new - 1), len(row.sequence.token_ids) - 1)
             self._register(entry)
 
     def fail(self, step: Step[S]) -> None:
         """The step raised: its sequences are dropped, and nothing that their blocks hold is used again."""
-        for entry in self._close(step)[0]:
+        for entry in self._close(step):
             self._cache.drop(entry.sequence.block_table)
             self._forget(entry)
             self._release(entry)
@@ -185,8 +183,8 @@ class Scheduler(Generic[S]):
     def _check_fits(self, sequence: S) -> int:
         """Most slots the sequence will use; the last of its tokens needs none. OptionError when there are too few."""
         length = len(sequence.token_ids)
-        if length == 0 or sequence.id in self._entries:
-            raise RuntimeError(f"sequence {sequence.id} has no tokens, or is added twice")
+        if length == 0:
+            raise RuntimeError(f"sequence {sequence.id} has no tokens")
         max_slots = max(length, sequence.max_total_tokens - 1)
         needed = self._pool.blocks_for(max_slots)
         if needed > self._pool.num_usable:
@@ -341,18 +339,25 @@ class Scheduler(Generic[S]):
         if self._last_prefill is entry:
             self._last_prefill = None
 
-    def _close(self, step: Step[S]) -> tuple[list[Entry[S]], list[int]]:
-        """The step is out no longer; the entry of each row, and how many tokens its sequence had.
+    def _grown(self, step: Step[S]) -> list[int]:
+        """By how many tokens the sequence of each row has grown in this step."""
+        self._require_out(step)
+        grown = [len(row.sequence.token_ids) - n for row, n in zip(step.rows, self._lengths, strict=True)]
+        for row, entry, num_new in zip(step.rows, self._step_entries, grown, strict=True):
+            most = 1 + row.num_drafts if row.samples else 0
+            if not entry.is_aborted and not 0 <= num_new <= most:
+                raise RuntimeError(f"sequence {row.sequence.id} grew by {num_new} tokens in a step for 0 to {most}")
+        return grown
 
-        RuntimeError when it is not the step that was out.
-        """
+    def _close(self, step: Step[S]) -> list[Entry[S]]:
+        """The step is out no longer; the entries of its rows."""
+        self._require_out(step)
+        entries, self._step, self._step_entries, self._lengths = self._step_entries, None, [], []
+        return entries
+
+    def _require_out(self, step: Step[S]) -> None:
         if step is not self._step:
-            raise RuntimeError(
-                "this step is not out: each one is committed or failed once, before the next is scheduled"
-            )
-        entries, lengths = self._step_entries, self._lengths
-        self._step, self._step_entries, self._lengths = None, [], []
-        return entries, lengths
+            raise RuntimeError("this step is not out: each is committed or failed once, before the next is scheduled")
 
     def _require_no_step(self) -> None:
         if self._step is not None:
