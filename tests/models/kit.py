@@ -48,7 +48,7 @@ class Kit:
     """Prefill takes up to 3 sequences of up to 8 new tokens, decode up to 3 of one, texts have up to 32 tokens."""
 
     def __init__(self, folder: Path, plan: Plan | None = None) -> None:
-        self.model = msds.load(folder, plan=plan, progress=False)
+        self.model = msds.load(folder, mtp=False, plan=plan, progress=False)
         self.runner = Runner(
             self.model,
             num_blocks=NUM_BLOCKS,

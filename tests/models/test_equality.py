@@ -7,6 +7,7 @@ contain every form of attention, rotation, feed-forward and head; graphs cost se
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,8 +44,6 @@ def test_forward(tiny, name):
     "name",
     [
         "v3_base",
-        "v3_no_q_lora",
-        "v3_all_dense",
         "v3_v_dim",
         "v3_attention_bias",
         "v3_fp8",  # absorbed weights from dequantised ones
@@ -55,7 +54,6 @@ def test_forward(tiny, name):
         "llama_mha",
         "llama_head_dim",
         "llama_bias",
-        "llama_llama3_rope",
     ],
 )
 def test_prefill_and_decode(tiny, name):
@@ -64,9 +62,9 @@ def test_prefill_and_decode(tiny, name):
     check_greedy(llm, name, IDS[:37])
 
 
-@pytest.mark.parametrize("name", ["v3_base", "v3_mscale_differs"])
-def test_cached_steps_beyond_the_original_context(tiny, tmp_path, name):
+def test_cached_steps_beyond_the_original_context(tiny, tmp_path):
     """YaRN from an original context of 32: prefill passes it in its third chunk, decode lies beyond it."""
+    name = "v3_mscale_differs"
     scaling = {**VARIANTS[name].config["rope_scaling"], "original_max_position_embeddings": 32}
     folder = edited(tiny(name), tmp_path / "short", rope_scaling=scaling)
     plain = edited(tiny(name), tmp_path / "long", rope_scaling={**YARN_V3})
@@ -78,23 +76,23 @@ def test_cached_steps_beyond_the_original_context(tiny, tmp_path, name):
 @pytest.mark.parametrize("name", ["v3_base", "llama_yarn"])
 def test_texts_that_cross_bucket_edges(tiny, name):
     """Contexts of 512 and 640 tokens are different graphs: one text crosses in prefill, one in decode."""
-    llm = msds.LLM(tiny(name), max_model_len=640, prefill_chunk=512, block_size=32, max_num_seqs=1)
-    text = np.random.default_rng(3).integers(0, VOCAB, 540)
-    check_greedy(llm, name, text)
+    llm = msds.LLM(tiny(name), max_model_len=640, prefill_chunk=64, block_size=32, max_num_seqs=1)
+    text = np.random.default_rng(3).integers(0, VOCAB, 520)
+    check_greedy(llm, name, text, count=2)
     check_greedy(llm, name, text[:490])
     used = {dict(bucket)["B"] for bucket in llm.engine.runner._decode.compiled_buckets}
     assert used == {16, 20}
 
 
-def check_greedy(llm, name, prompt):
-    """The 64 greedy ids are the reference's, and the whole distribution at every position agrees.
+def check_greedy(llm, name, prompt, count=64):
+    """The greedy ids are the reference's, and the whole distribution at every position agrees.
 
     By induction: if each id is the argmax of the reference's logits after the ids before it, the reference would
     have generated the same text.
     """
-    [output] = llm.generate([int(id_) for id_ in prompt], GREEDY)
+    [output] = llm.generate([int(id_) for id_ in prompt], replace(GREEDY, max_tokens=count))
     ids = np.array([*prompt, *output.token_ids])
-    assert len(ids) == len(prompt) + 64
+    assert len(ids) == len(prompt) + count
     logits = reference_logits(name, llm.model.folder, ids[:-1])
     assert list(output.token_ids) == logits[len(prompt) - 1 :].argmax(-1).tolist()
     rows = [entry.top for entry in (*output.prompt_logprobs[1:], *output.logprobs)]

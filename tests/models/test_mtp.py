@@ -9,72 +9,23 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import msds
-from msds.engine.batch import BATCH_SPEC, Row, build_batch
-from msds_graphs.binding import assign, bind, fresh_prefix
-from msds_graphs.compile import compile
-from msds_graphs.specs import ArraySpec
+from msds_graphs.binding import assign
 from tests.models.compare import IDS, TOLERANCE, difference
 from tests.models.kit import values_of
+from tests.models.mtp_kit import LENGTH, Mtp
 from tests.reference import numpy_deepseek
-from tests.reference.checkpoints import read_config, to_numpy_tensors
-
-BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 9, 12
-TABLE = [3, 8, 1]
-NAME = "v3_two_mtp"
-
-
-class Mtp:
-    """The MTP steps of both depths over one cache, and the main model's hidden states of a text by NumPy."""
-
-    def __init__(self, folder):
-        self.model = msds.load(folder, mtp=True, progress=False)
-        self.tensors, self.config = to_numpy_tensors(folder), read_config(folder)
-        self.hidden = numpy_deepseek.forward(self.tensors, self.config, IDS[:LENGTH])["hidden"].astype(np.float32)
-        spec = self.model.functions.cache_spec(self.model.config, NUM_BLOCKS, BLOCK_SIZE)
-        self.cache = bind(spec, fresh_prefix("cache"))
-        self.steps = [self.compiled(depth) for depth in range(2)]
-
-    def compiled(self, depth):
-        config, plan, mtp = self.model.config, self.model.plan, self.model.functions.mtp
-
-        def step(params, cache, batch):
-            return mtp(params, cache, batch, config, plan, 0, BLOCK_SIZE, depth)
-
-        return compile(
-            step,
-            bound=self.model.params,
-            donated=self.cache,
-            batch=BATCH_SPEC | {"hidden": ArraySpec(("S", "Q", 64), "float32")},
-            buckets=[{"S": 1, "Q": LENGTH, "B": 3}],
-            outputs={"logits": ("S", "Q", None), "hidden": ("S", "Q", None), "is_finite": ("S",)},
-            in_place=True,
-        )
-
-    def run(self, depth, hidden, start, count):
-        """Positions start.. of the text: hidden state of each position with the token depth + 1 after it."""
-        tokens = IDS[start + depth + 1 : start + depth + 1 + count].tolist()
-        batch = build_batch(
-            [Row(tokens, start, TABLE)], block_size=BLOCK_SIZE, num_cache_blocks=NUM_BLOCKS, vocab_size=512
-        )
-        return self.steps[depth](batch | {"hidden": hidden[None, start : start + count]})
-
-    def want(self, depth, hidden):
-        after = depth + 1
-        next_ids, positions = IDS[after : after + LENGTH], np.arange(after, after + LENGTH)
-        return numpy_deepseek.mtp(self.tensors, self.config, hidden, next_ids, positions, depth)
 
 
 @pytest.fixture(scope="module")
 def mtp(tiny):
-    return Mtp(tiny(NAME))
+    return Mtp(tiny("v3_two_mtp"))
 
 
 def test_both_depths_equal_the_numpy_reference(mtp):
     """Position 0 included; depth 1 continues from what depth 0 returned, and each has a cache layer of its own."""
     hidden = mtp.hidden
     for depth in range(2):
-        got, want = mtp.run(depth, hidden, 0, LENGTH), mtp.want(depth, hidden)
+        got, want = mtp.run(depth, hidden), mtp.want(depth, hidden)
         assert difference(got["logits"][0], want["logits"]) < TOLERANCE
         assert difference(got["hidden"][0], want["hidden"]) < TOLERANCE
         assert got["is_finite"].all()
@@ -115,7 +66,7 @@ def test_what_the_halves_of_eh_proj_see(mtp, half):
         assign(parameter, np.zeros(parameter.shape, np.float32))
     assign(bound["eh_proj"]["weight"], identity)
     try:
-        got = mtp.run(0, mtp.hidden, 0, LENGTH)["hidden"][0]
+        got = mtp.run(0, mtp.hidden)["hidden"][0]
     finally:
         assign(mtp.model.params, before)
     if half == 0:
