@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from msds.checkpoint import Checkpoint
 from msds.config import ModelConfig, read_config
-from msds.engine.engine import Engine, TextListener
+from msds.engine.engine import Engine
 from msds.engine.ladder import step_ladders
 from msds.engine.options import EngineOptions, free_memory_bytes
-from msds.engine.sequence import Output
+from msds.engine.schedule_types import SchedulerPolicy
+from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
 from msds.models import model_functions
@@ -22,6 +23,8 @@ from msds_graphs.plan import Plan
 from msds_graphs.trees import tree_flatten
 
 Prompt = str | Sequence[int]
+TextListener = Callable[[int, int, str], None]
+"""Called with (prompt index, choice index, new text) as text becomes final."""
 
 
 class LLM:
@@ -117,13 +120,20 @@ class LLM:
         for ids in token_ids:
             check_token_ids(ids, self.model.config.vocab_size)
         outputs: list[Output] = []
+
+        def listen(sequence: GenerationSequence, delta: Delta) -> None:
+            if on_text is not None and delta.text:
+                on_text(sequence.info.prompt_index, sequence.choice_index, delta.text)
+            if delta.finish_reason is not None:
+                outputs.append(sequence.output())
+
         try:
             for index, (ids, sampling) in enumerate(zip(token_ids, params, strict=True)):
-                self.engine.add(ids, sampling, prompt_index=index)
-            while self.engine.has_work:
-                outputs.extend(self.engine.step(on_text))
+                self.engine.add(ids, sampling, listen, RequestInfo(prompt_index=index))
+            while self.engine.step():
+                pass
         finally:
-            self.engine.abort()  # after an error or an interrupt nothing may keep its blocks
+            self.engine.abort_all()  # after an error or an interrupt nothing may keep its blocks
         return sorted(outputs, key=lambda output: (output.prompt_index, output.choice_index))
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -175,7 +185,9 @@ class LLM:
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
         )
-        return Engine(runner, max_model_len=self.max_model_len, max_num_seqs=options.max_num_seqs)
+        chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
+        policy = SchedulerPolicy(max_num_seqs=options.max_num_seqs, chunk_sizes=chunk_sizes)
+        return Engine(runner, max_model_len=self.max_model_len, policy=policy)
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:

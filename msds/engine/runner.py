@@ -51,7 +51,6 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefill_buckets = tuple(prefill_buckets)
         spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
         self.cache = bind(spec, fresh_prefix("cache"))
         functions = model.functions

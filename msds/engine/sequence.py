@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from msds.engine.sampler import Sampled, SequenceState, TokenLogprobs
@@ -14,10 +14,11 @@ from msds.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one answer, with OpenAI's names."""
+    """Token counts of one answer, with OpenAI's names. cached_tokens: prompt tokens that the prefix cache had."""
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -30,9 +31,9 @@ class Output:
     """One finished answer.
 
     text: what the tokens say, cut before a stop string; empty without a tokenizer. token_ids: every generated id, the
-    end token included. finish_reason: "stop" (end token or stop string), "length" (max_tokens or the context), or
-    "error" (`error` says what broke; the tokens before it stand). logprobs: one per token, where asked for.
-    prompt_logprobs: one per prompt token, None for the first, where asked for.
+    end token included. finish_reason: "stop" (end token or stop string), "length" (max_tokens or the context),
+    "abort" (given up by its owner), or "error" (`error` says what broke; the tokens before it stand). logprobs: one
+    per token, where asked for. prompt_logprobs: one per prompt token, None for the first, where asked for.
     """
 
     text: str
@@ -46,84 +47,140 @@ class Output:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer: its token (None where it ended without one) and the text that became final.
+
+    logprobs: of the token, where asked for. finish_reason: set on the last delta of an answer.
+    """
+
+    token_id: int | None
+    text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: str | None
+
+
+Listener = Callable[["GenerationSequence", Delta], None]
+"""Called by the engine's thread after each step of a sequence; what it raises ends the whole run."""
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """What a request says about all its sequences besides sampling.
+
+    prompt_index: place among the prompts of one call. priority: lower goes first. deadline: monotonic seconds.
+    """
+
+    prompt_index: int = 0
+    priority: int = 0
+    deadline: float | None = None
+
+
 class GenerationSequence:
-    """The state of one answer between steps."""
+    """The state of one answer between steps; satisfies `schedule_types.Schedulable`.
+
+    token_ids: prompt, then output. num_computed, block_table, num_cached_tokens are the scheduler's.
+    """
+
+    num_lookahead = 0
 
     def __init__(
         self,
+        id: int,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
+        state: SequenceState,
         *,
-        seed: int,
-        prompt_index: int,
+        info: RequestInfo,
         choice_index: int,
         max_tokens: int,
-        eos_ids: Collection[int],
-        vocab_size: int,
+        end_ids: Collection[int],
         tokenizer: Tokenizer | None,
     ) -> None:
-        self.prompt_ids = tuple(prompt_ids)
-        self.params = params
-        self.prompt_index = prompt_index
+        params = state.params
+        self.id = id
+        self.params: SamplingParams = params
+        self.state = state
+        self.info = info
         self.choice_index = choice_index
-        self.max_tokens = max_tokens
-        self.output_ids: list[int] = []
+        self.token_ids = list(prompt_ids)
+        self.num_prompt = len(prompt_ids)
+        self.max_total_tokens = self.num_prompt + max_tokens
         self.num_computed = 0
-        self.block_table: tuple[int, ...] = ()
+        self.num_cached_tokens = 0
+        self.block_table: list[int] = []
         self.finish_reason: str | None = None
         self.error: str | None = None
-        self._end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-        self.state = SequenceState(
-            params,
-            seed=seed,
-            choice=choice_index,
-            prompt_ids=prompt_ids,
-            end_ids=() if params.ignore_eos else eos_ids,
-            vocab_size=vocab_size,
-        )
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._end_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
         self._detokenizer = (
             Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
         )
         self._stops = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs | None] = []
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
-        return len(self.prompt_ids) + len(self.output_ids)
+    def priority(self) -> int:
+        """Lower goes first."""
+        return self.info.priority
+
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic seconds after which the answer is of no use."""
+        return self.info.deadline
+
+    @property
+    def cache_salt(self) -> bytes:
+        """One engine serves one model with one set of options, and clears its prefix cache when weights change."""
+        return b""
+
+    @property
+    def allow_prefix_reuse(self) -> bool:
+        """Logits of every prompt token need every prompt token computed."""
+        return self.params.prompt_logprobs is None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens were generated."""
+        return len(self.token_ids) - self.num_prompt
 
     @property
     def is_finished(self) -> bool:
         """Whether nothing more will be generated."""
         return self.finish_reason is not None
 
-    def accept(self, sampled: Sampled) -> str:
-        """Take the next token; returns the text that may be shown now. Sets finish_reason where the answer ends."""
+    def accept(self, sampled: Sampled) -> Delta:
+        """Take the next token. Sets finish_reason where the answer ends."""
         if sampled.error is not None:
-            return self.fail(sampled.error)
+            return self.end("error", sampled.error)
         token = sampled.token_id
-        self.output_ids.append(token)
+        self.token_ids.append(token)
         self.state.observe(token)
         if sampled.logprobs is not None:
             self._logprobs.append(sampled.logprobs)
         is_end = token in self._end_ids
-        delta = ""
+        text = ""
         if self._detokenizer is not None and (not is_end or self.params.include_stop_str_in_output):
-            armed = len(self.output_ids) >= self.params.min_tokens
-            delta = self._stops.push(self._detokenizer.push((token,)), armed=armed)
+            armed = self.num_output >= self.params.min_tokens
+            text = self._stops.push(self._detokenizer.push((token,)), armed=armed)
         if is_end or self._stops.stopped is not None:
-            return self._finish("stop", delta)
-        if len(self.output_ids) >= self.max_tokens:
-            return self._finish("length", delta)
-        self._text.append(delta)
-        return delta
+            text = self._close("stop", text)
+        elif len(self.token_ids) >= self.max_total_tokens:
+            text = self._close("length", text)
+        self._text.append(text)
+        return Delta(token, text, sampled.logprobs, self.finish_reason)
 
-    def fail(self, message: str) -> str:
-        """End this answer alone, keeping what was generated; returns the text that was held back."""
-        self.error = message
-        return self._finish("error", "")
+    def end(self, reason: str, error: str | None = None) -> Delta:
+        """End the answer without another token, keeping what was generated."""
+        self.error = error
+        text = self._close(reason, "")
+        self._text.append(text)
+        return Delta(None, text, None, reason)
 
     def output(self) -> Output:
         """The finished answer."""
@@ -132,21 +189,19 @@ class GenerationSequence:
             text="".join(self._text),
             token_ids=tuple(self.output_ids),
             finish_reason=self.finish_reason,
-            usage=Usage(len(self.prompt_ids), len(self.output_ids)),
-            prompt_index=self.prompt_index,
+            usage=Usage(self.num_prompt, self.num_output, self.num_cached_tokens),
+            prompt_index=self.info.prompt_index,
             choice_index=self.choice_index,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             prompt_logprobs=tuple(self.prompt_logprobs) if self.params.prompt_logprobs is not None else None,
             error=self.error,
         )
 
-    def _finish(self, reason: str, delta: str) -> str:
-        """Close the text: a cut character becomes one U+FFFD, what might have begun a stop string is text after all."""
+    def _close(self, reason: str, text: str) -> str:
+        """The last text: a cut character becomes one U+FFFD, what might have begun a stop string is text after all."""
         self.finish_reason = reason
+        if self._stops.stopped is None and self._detokenizer is not None:
+            text += self._stops.push(self._detokenizer.finish())
         if self._stops.stopped is None:
-            if self._detokenizer is not None:
-                delta += self._stops.push(self._detokenizer.finish())
-            if self._stops.stopped is None:
-                delta += self._stops.finish()
-        self._text.append(delta)
-        return delta
+            text += self._stops.finish()
+        return text
