@@ -1,0 +1,70 @@
+"""From rows to the arrays of a step: where each token goes, what padding is, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msds.engine.batch import BATCH_SPEC, Row, build_batch
+
+LIMITS = {"block_size": 4, "num_cache_blocks": 10, "vocab_size": 100}
+
+
+def test_two_rows_by_hand() -> None:
+    batch = build_batch([Row([7, 8, 9], 3, [5, 2, 6]), Row([1], 0, [9])], **LIMITS)
+    expected = {
+        "tokens": [[7, 8, 9], [1, 0, 0]],
+        "positions": [[3, 4, 5], [0, 0, 0]],
+        "slot_mapping": [[23, 8, 9], [36, 0, 0]],  # the last place of block 5, then block 2
+        "block_tables": [[5, 2], [9, 0]],  # the third block holds nothing yet
+        "query_lens": [3, 1],
+        "context_lens": [6, 1],
+    }
+    assert batch.keys() == expected.keys() == BATCH_SPEC.keys()
+    for name, values in expected.items():
+        assert batch[name].dtype == np.int32
+        np.testing.assert_array_equal(batch[name], values, err_msg=name)
+
+
+@given(st.data())
+def test_every_token_is_written_where_its_context_is_read(data: st.DataObject) -> None:
+    """Slots of a row, read through its block table, are its positions; no two rows write to one slot, padding to 0."""
+    blocks = data.draw(st.permutations(range(1, 10)))
+    rows = []
+    for index in range(data.draw(st.integers(1, 3))):
+        table = blocks[3 * index : 3 * index + 3]
+        start = data.draw(st.integers(0, 11))
+        rows.append(Row(data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=12 - start)), start, table))
+    batch = build_batch(rows, **LIMITS)
+    written: list[int] = []
+    for index, row in enumerate(rows):
+        count = len(row.tokens)
+        context = [block * 4 + place for block in batch["block_tables"][index] for place in range(4)]
+        slots = batch["slot_mapping"][index]
+        assert slots[:count].tolist() == context[row.start : row.context_len]
+        assert not slots[count:].any()
+        assert batch["context_lens"][index] == row.context_len <= len(context)
+        written += slots[:count].tolist()
+    assert len(set(written)) == len(written)
+    assert min(written) >= 4  # nothing real goes to the reserved block
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (Row([1] * 5, 0, [3]), "cannot hold 5 tokens"),
+        (Row([1], 4, [3]), "cannot hold 5 tokens"),
+        (Row([1], 0, [0]), "block table"),  # the reserved block
+        (Row([1], 0, [-1]), "block table"),
+        (Row([1], 0, [10]), "block table"),
+        (Row([1], 0, [2, 10]), "block table"),  # not yet used, but wrong
+        (Row([-1], 0, [3]), "tokens"),
+        (Row([1, 100], 0, [3]), "tokens"),
+    ],
+)
+def test_an_index_out_of_range_never_reaches_a_graph(row: Row, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        build_batch([Row([1], 0, [4]), row], **LIMITS)
+    assert build_batch([Row([1], 0, [4])], **LIMITS)
