@@ -11,12 +11,12 @@ from msds.checkpoint import Checkpoint
 from msds.config import ModelConfig, read_config
 from msds.engine.engine import Engine
 from msds.engine.ladder import step_ladders
-from msds.engine.options import EngineOptions, free_memory_bytes
 from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
 from msds.models import model_functions
+from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.weights import settle_mtp
 from msds_graphs.plan import Plan

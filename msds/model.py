@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from msds.checkpoint import MANIFEST_NAME, Checkpoint, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
-from msds.engine.options import EngineOptions
 from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
 from msds.models import model_functions
+from msds.options import EngineOptions
 from msds.text.chat import ChatTemplate
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import load_weights, settle_mtp, stored_skips

@@ -42,7 +42,9 @@ def test_host_modules_do_not_import_mindspore() -> None:
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_command_line_answers_without_heavy_imports(flag: str) -> None:
-    statement = f"import contextlib\nfrom msds_serve.cli import main\nwith contextlib.suppress(SystemExit): main(['{flag}'])"
+    statement = (
+        f"import contextlib\nfrom msds_serve.cli import main\nwith contextlib.suppress(SystemExit): main(['{flag}'])"
+    )
     loaded = _loaded_after(statement)
     assert loaded.isdisjoint({"mindspore", "numpy", "tokenizers", "jinja2"})
 

@@ -50,7 +50,7 @@ DEEPSEEK_PARTS = (
     _part("attention core", _DEEPSEEK, "attend_latent"),
     _part("cache read", _DEEPSEEK, "cache_read"),
     _part("cache write", _DEEPSEEK, "cache_write"),
-    Part("rotary embedding", ((_DEEPSEEK, "rotate_interleaved", "rotate"),)),
+    _part("rotary embedding", _DEEPSEEK, "rotate"),
     _norms(_DEEPSEEK),
     _HEAD,
 )
@@ -61,7 +61,7 @@ LLAMA_PARTS = (
     _part("attention core", _LLAMA, "attend"),
     _part("cache read", _LLAMA, "cache_read"),
     _part("cache write", _LLAMA, "cache_write"),
-    Part("rotary embedding", ((_LLAMA, "rotate_half", "rotate"),)),
+    _part("rotary embedding", _LLAMA, "rotate"),
     _norms(_LLAMA),
     _HEAD,
 )

@@ -27,19 +27,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """[T, H, R] -> [T, H, R]."""
     return _depend(x, cos)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """[S, Q, H, K] -> [S, Q, H, V], where V is K or less."""
-    return _depend(_depend(_depend(q, k), v), mask)[:, :, :, : v.shape[-1]]
+    return _depend(_depend(_depend(q, k), v), bias)[:, :, :, : v.shape[-1]]
 
 
-def attend_latent(q: Tensor, latent: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """[S, Q, H, F] -> [S, Q, H, F]."""
-    return _depend(_depend(q, latent), mask)
+def attend_latent(q: Tensor, latent: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """[S, H, Q, F] -> [S, H, Q, F]."""
+    return _depend(_depend(q, latent), bias)
 
 
 def cache_read(cache: Tensor, rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from msds.engine.batch import build_batch
 from msds.engine.engine import Engine
 from msds.engine.runner import StepResult
+from msds.engine.schedule_types import SchedulerPolicy
+from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.errors import OptionError, PromptError
 from msds.sampling import SamplingParams
 
@@ -30,7 +33,6 @@ class FakeRunner:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks, self.block_size = num_blocks, BLOCK_SIZE
-        self.prefill_buckets = ({"S": 1, "Q": CHUNK, "B": num_blocks}, {"S": 1, "Q": 2, "B": num_blocks})
         config = SimpleNamespace(vocab_size=VOCAB)
         self.model = SimpleNamespace(config=config, eos_token_ids=frozenset({EOS}), tokenizer=None, allowed_vocab=VOCAB)
         self.slots = np.full(num_blocks * BLOCK_SIZE, -1)
@@ -50,8 +52,11 @@ class FakeRunner:
 
     def _step(self, rows: Any, all_logits: bool) -> StepResult:
         batch = build_batch(rows, block_size=BLOCK_SIZE, num_cache_blocks=self.num_blocks, vocab_size=VOCAB)
-        owners = [block for row in rows for block in row.block_table]
-        assert len(set(owners)) == len(owners), "two sequences share a block"
+        written = [int(block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))]
+        assert len(set(written)) == len(written), "two sequences write one block"
+        for index, row in enumerate(rows):
+            for other in rows[:index] + rows[index + 1 :]:
+                assert not set(self._blocks(batch, index, row)) & set(other.block_table), "a shared block is written"
         out = []
         for index, row in enumerate(rows):
             self.slots[batch["slot_mapping"][index, : len(row.tokens)]] = row.tokens
@@ -62,6 +67,10 @@ class FakeRunner:
             first = row.start + 1 if all_logits else row.context_len
             out.append(np.stack([logits_after(context[:end]) for end in range(first, row.context_len + 1)]))
         return StepResult(np.stack(out), np.array([row.tokens[-1] != VOCAB - 1 for row in rows]))
+
+    def _blocks(self, batch: Any, index: int, row: Any) -> list[int]:
+        """The blocks that a row writes."""
+        return [int(slot) // BLOCK_SIZE for slot in batch["slot_mapping"][index, : len(row.tokens)]]
 
 
 def expected(prompt: list[int], max_tokens: int) -> list[int]:
@@ -74,11 +83,33 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def run(engine: Engine) -> list[Any]:
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
-    return outputs
+class Case:
+    """An engine over a fake runner, and the answers it gave."""
+
+    def __init__(self, num_blocks: int, *, max_model_len: int, runner: FakeRunner | None = None) -> None:
+        self.runner = runner or FakeRunner(num_blocks)
+        policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK))
+        self.engine = Engine(self.runner, max_model_len=max_model_len, policy=policy)  # type: ignore[arg-type]
+        self.outputs: list[Output] = []
+
+    def add(self, prompt: list[int], index: int = 0, **params: Any) -> list[GenerationSequence]:
+        sampling = SamplingParams(**{"temperature": 0, **params})
+        return self.engine.add(prompt, sampling, self.listen, RequestInfo(prompt_index=index))
+
+    def listen(self, sequence: GenerationSequence, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self.outputs.append(sequence.output())
+
+    def run(self) -> list[Output]:
+        while self.engine.step():
+            pass
+        return sorted(self.outputs, key=lambda output: (output.prompt_index, output.choice_index))
+
+    def assert_nothing_held(self) -> None:
+        stats = self.engine.stats
+        assert not self.engine.has_work
+        assert (stats.referenced_blocks, stats.running, stats.waiting) == (0, 0, 0)
+        assert stats.free_blocks + stats.cached_blocks == self.runner.num_blocks - 1
 
 
 PROMPTS = st.lists(
@@ -88,73 +119,162 @@ PROMPTS = st.lists(
 
 @given(requests=PROMPTS, spare=st.integers(0, 20))
 def test_any_requests_in_any_cache_that_can_hold_the_largest(requests: Any, spare: int) -> None:
-    """Each answer is that of its prompt alone, whoever shares the steps; in the end every block is free."""
+    """Each answer is that of its prompt alone, whoever shares the steps, the prefixes and the cache; in the end no
+    block is held. Small caches preempt, equal prompts hit the prefix cache."""
     largest = max(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt, max_tokens in requests)
-    engine = Engine(FakeRunner(1 + largest + spare), max_model_len=28, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
+    case = Case(1 + largest + spare, max_model_len=28)
     for index, (prompt, max_tokens) in enumerate(requests):
-        engine.add(prompt, SamplingParams(temperature=0, max_tokens=max_tokens), prompt_index=index)
-    outputs = {output.prompt_index: output for output in run(engine)}
+        case.add(prompt, index, max_tokens=max_tokens)
+    outputs = case.run()
     assert len(outputs) == len(requests)
-    for index, (prompt, max_tokens) in enumerate(requests):
+    for got, (prompt, max_tokens) in zip(outputs, requests, strict=True):
         want = expected(prompt, max_tokens)
-        got = outputs[index]
         assert list(got.token_ids) == want
         assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(prompt), len(want))
         broken = want[-1] == VOCAB - 1 and len(want) < max_tokens
         assert got.finish_reason == ("stop" if want[-1] == EOS else "error" if broken else "length")
-    assert engine.pool.num_free == engine.pool.num_usable
+    case.assert_nothing_held()
+
+
+def test_preemption_is_invisible() -> None:
+    """Three answers in a cache for one and a half: some start again, and nobody can tell."""
+    prompts = [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13]]
+    case = Case(9, max_model_len=24)
+    for index, prompt in enumerate(prompts):
+        case.add(prompt, index, max_tokens=16, ignore_eos=True, logprobs=0)
+    outputs = case.run()
+    assert case.engine.stats.preemptions > 0
+    alone = []
+    for prompt in prompts:
+        single = Case(40, max_model_len=24)
+        single.add(prompt, max_tokens=16, ignore_eos=True, logprobs=0)
+        alone += single.run()
+    for got, want in zip(outputs, alone, strict=True):
+        assert (got.token_ids, got.logprobs, got.usage) == (want.token_ids, want.logprobs, want.usage)
+    case.assert_nothing_held()
+
+
+def test_a_prefix_hit_gives_what_a_miss_gives() -> None:
+    prompt = list(range(2, 15))  # three full blocks and one token
+    case = Case(40, max_model_len=28)
+    case.add(prompt, 0, max_tokens=5)
+    case.run()
+    case.add(prompt, 1, max_tokens=5)
+    case.add(prompt[:12], 2, max_tokens=5)  # full blocks only: the last token is computed all the same
+    first, again, full = case.run()
+    assert again.token_ids == first.token_ids
+    assert list(full.token_ids) == expected(prompt[:12], 5)
+    assert [output.usage.cached_tokens for output in (first, again, full)] == [0, 12, 8]
 
 
 def test_a_broken_sequence_ends_alone() -> None:
-    """Token 31 makes this model's hidden state overflow."""
-    engine = Engine(FakeRunner(20), max_model_len=28, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
-    engine.add([5, VOCAB - 1], SamplingParams(temperature=0, max_tokens=4), prompt_index=0)
-    engine.add([5, 6, 7], SamplingParams(temperature=0, max_tokens=4), prompt_index=1)
-    broken, well = sorted(run(engine), key=lambda output: output.prompt_index)
+    """Token 31 makes this model's hidden state overflow; what it left in the cache is not found by others."""
+    case = Case(20, max_model_len=28)
+    broken_prompt = [5, 6, 7, VOCAB - 1]
+    case.add([*broken_prompt, 8], 0, max_tokens=4)
+    case.add([5, 6, 7], 1, max_tokens=4)
+    broken, well = case.run()
+    assert (broken.finish_reason, list(well.token_ids)) == ("length", expected([5, 6, 7], 4))
+    case = Case(20, max_model_len=28)
+    case.add(broken_prompt, 0, max_tokens=4)
+    case.add([5, 6, 7], 1, max_tokens=4)
+    broken, well = case.run()
     assert (broken.finish_reason, broken.token_ids) == ("error", ())
-    assert "not finite" in broken.error
+    assert "not finite" in str(broken.error)
     assert list(well.token_ids) == expected([5, 6, 7], 4)
-    assert engine.pool.num_free == engine.pool.num_usable
+    assert case.engine.stats.cached_blocks == 1  # of the healthy one
+    case.assert_nothing_held()
+
+
+def test_a_step_that_raises_ends_its_own_sequences() -> None:
+    class Failing(FakeRunner):
+        def prefill(self, rows: Any, *, all_logits: bool = False) -> StepResult:
+            if rows[0].tokens[0] == 9:
+                raise ValueError("no such kernel")
+            return super().prefill(rows, all_logits=all_logits)
+
+    case = Case(0, max_model_len=28, runner=Failing(30))
+    case.add([9, 9, 9, 9, 9], 0, max_tokens=4)
+    case.add([5, 6, 7], 1, max_tokens=4)
+    failed, well = case.run()
+    assert failed.finish_reason == "error"
+    assert "no such kernel" in str(failed.error)
+    assert list(well.token_ids) == expected([5, 6, 7], 4)
+    assert case.engine.num_failed_steps == 1
+    case.assert_nothing_held()
+
+
+def test_deadlines_and_aborts() -> None:
+    case = Case(30, max_model_len=60)
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    case.engine.add([2, 3], sampling, case.listen, RequestInfo(prompt_index=0, deadline=0.0))
+    (kept,) = case.add([4, 5], 1, max_tokens=6, ignore_eos=True)
+    (given_up,) = case.add([6, 7], 2, max_tokens=6, ignore_eos=True)
+    for _ in range(3):
+        case.engine.step()
+    case.engine.abort(given_up)
+    case.engine.abort(given_up)  # a second time is nothing
+    outputs = case.run()
+    assert [output.finish_reason for output in outputs] == ["error", "length", "abort"]
+    assert "deadline" in str(outputs[0].error)
+    assert kept.num_output == 6
+    assert outputs[2].token_ids == tuple(expected([6, 7], 6)[: len(outputs[2].token_ids)])
+    case.assert_nothing_held()
 
 
 def test_prefill_and_decode_take_turns() -> None:
     """A long prompt that arrives does not stop those who are being answered."""
-    runner = FakeRunner(40)
-    engine = Engine(runner, max_model_len=60, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    engine.add([2, 3], params, prompt_index=0)
-    engine.step()
-    engine.add(list(range(2, 30)), params, prompt_index=1)
+    case = Case(40, max_model_len=60)
+    case.add([2, 3], 0, max_tokens=12, ignore_eos=True)
+    case.engine.step()
+    case.add(list(range(2, 30)), 1, max_tokens=12, ignore_eos=True)
     for _ in range(8):
-        engine.step()
-    assert all(pair != ("prefill", "prefill") for pair in zip(runner.kinds[1:], runner.kinds[2:], strict=False))
+        case.engine.step()
+    kinds = case.runner.kinds
+    assert kinds.count("prefill") > 3
+    assert all(pair != ("prefill", "prefill") for pair in itertools.pairwise(kinds[1:]))
+
+
+def test_prompt_logprobs_survive_small_chunks() -> None:
+    """One per prompt token, each from the logits after the tokens before it, also when the prompt is recomputed."""
+    prompt = list(range(2, 15))
+    case = Case(40, max_model_len=28)
+    for index in range(2):
+        case.add(prompt, index, max_tokens=1, prompt_logprobs=0)
+    for output in case.run():
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        for at, known in enumerate(output.prompt_logprobs[1:], start=1):
+            logits = logits_after(prompt[:at]).astype(np.float64)
+            want = logits[prompt[at]] - np.log(np.exp(logits).sum())
+            assert known is not None
+            assert known.logprob == pytest.approx(want, abs=1e-5)
 
 
 class TestRefusals:
     @pytest.fixture
-    def engine(self) -> Engine:
-        return Engine(FakeRunner(6), max_model_len=100, max_num_seqs=MAX_SEQS)  # type: ignore[arg-type]
+    def case(self) -> Case:
+        return Case(6, max_model_len=100)
 
-    def test_a_prompt_that_fills_the_context(self, engine: Engine) -> None:
+    def test_a_prompt_that_fills_the_context(self, case: Case) -> None:
         with pytest.raises(PromptError, match=r"prompt 3 has 100 tokens.*max_model_len is 100"):
-            engine.add([2] * 100, SamplingParams(), prompt_index=3)
+            case.add([2] * 100, 3)
 
-    def test_prompt_and_answer_beyond_the_context(self, engine: Engine) -> None:
+    def test_prompt_and_answer_beyond_the_context(self, case: Case) -> None:
         with pytest.raises(PromptError, match=r"90 tokens and max_tokens is 11.*lower max_tokens to 10"):
-            engine.add([2] * 90, SamplingParams(max_tokens=11), prompt_index=0)
+            case.add([2] * 90, max_tokens=11)
 
-    def test_more_blocks_than_there_are(self, engine: Engine) -> None:
+    def test_more_blocks_than_there_are(self, case: Case) -> None:
         with pytest.raises(OptionError, match=r"needs 6 cache blocks.*has 5"):
-            engine.add([2] * 20, SamplingParams(max_tokens=1), prompt_index=0)
-        assert not engine.has_work
-        engine.add([2] * 19, SamplingParams(temperature=0, max_tokens=1), prompt_index=0)  # needs exactly all
-        assert len(run(engine)) == 1
+            case.add([2] * 21, max_tokens=1)
+        assert not case.engine.has_work
+        case.add([2] * 20, max_tokens=1)  # needs exactly all: the last token is never computed
+        assert len(case.run()) == 1
 
-    def test_abort_frees_everything(self, engine: Engine) -> None:
+    def test_abort_all_frees_everything(self, case: Case) -> None:
         for index in range(4):
-            engine.add([2, 3, 4], SamplingParams(max_tokens=5, ignore_eos=True), prompt_index=index)
+            case.add([2, 3, 4], index, max_tokens=5, ignore_eos=True)
         for _ in range(3):
-            engine.step()
-        engine.abort()
-        assert not engine.has_work
-        assert engine.pool.num_free == engine.pool.num_usable
+            case.engine.step()
+        case.engine.abort_all()
+        case.assert_nothing_held()

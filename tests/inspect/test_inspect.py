@@ -50,9 +50,7 @@ def test_a_complete_checkpoint_is_described(base: Path) -> None:
     assert found.tokenizer is not None
     assert (found.tokenizer.kind, found.tokenizer.has_chat_template) == ("BPE", True)
     assert (found.tokenizer.bos_token_id, found.tokenizer.eos_token_id) == (0, 1)
-    assert found.odd == (
-        f"ids {found.tokenizer.vocab_size} to 511 of the model have no text in the tokenizer",
-    )
+    assert found.odd == (f"ids {found.tokenizer.vocab_size} to 511 of the model have no text in the tokenizer",)
 
 
 def test_text_and_json_carry_the_findings(base: Path) -> None:
@@ -77,9 +75,7 @@ def test_text_and_json_carry_the_findings(base: Path) -> None:
     assert data["odd"] == list(found.odd)
 
 
-@pytest.mark.parametrize(
-    "name", ["v2_lite", "v3_no_q_lora", "v3_two_mtp", "qwen2_base", "qwen2_tied", "llama_bias"]
-)
+@pytest.mark.parametrize("name", ["v2_lite", "v3_no_q_lora", "v3_two_mtp", "qwen2_base", "qwen2_tied", "llama_bias"])
 def test_nothing_is_odd_about_plain_checkpoints_without_tokenizer(tiny: Tiny, name: str) -> None:
     found = inspect_model(tiny(name))
     assert found.odd == ()
@@ -147,10 +143,7 @@ def test_an_absent_tensor_shows_in_the_number_of_parameters(base: Path) -> None:
     rewrite_tensors(base, lambda name: name != "model.layers.2.mlp.experts.5.up_proj.weight")
     total = count_parameters(read_config(base))
     expected = total.total + total.mtp
-    assert (
-        f"the files hold {expected - 64 * 32:,} parameters, the config describes {expected:,}"
-        in odd_about(base)
-    )
+    assert f"the files hold {expected - 64 * 32:,} parameters, the config describes {expected:,}" in odd_about(base)
 
 
 def test_heads_that_contradict_the_tie_are_named(tiny: Tiny, base: Path) -> None:
@@ -216,9 +209,7 @@ def test_fp8_without_its_config_or_scales_is_named(tiny: Tiny, tmp_path: Path) -
         (b"\xff" * 64, "damaged"),
     ],
 )
-def test_damaged_weight_files_are_named_and_the_rest_is_described(
-    base: Path, content: bytes, message: str
-) -> None:
+def test_damaged_weight_files_are_named_and_the_rest_is_described(base: Path, content: bytes, message: str) -> None:
     (base / "model.safetensors").write_bytes(content)
     found = inspect_model(base)
     assert any(re.search(rf"model\.safetensors.*{message}", odd) for odd in found.odd)

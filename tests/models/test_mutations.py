@@ -76,13 +76,19 @@ MUTATIONS = [
     Mutation(
         "half rotation where pairs are interleaved",
         "rope",
-        {"x.shape[1], -1, 2)  # [T, H, R/2, 2]": "x.shape[1], 2, -1).transpose(0, 1, 3, 2)"},
+        {
+            "first = np.arange(0, rope_dim, 2) if interleaved": "first = np.arange(rope_dim // 2) if interleaved",
+            "first + (1 if interleaved": "first + (rope_dim // 2 if interleaved",
+        },
         "test_rope.py::TestRotation",
     ),
     Mutation(
         "interleaved rotation where pairs are halves",
         "rope",
-        {"first, second = x[:, :, :half], x[:, :, half:]": "first, second = x[:, :, 0::2], x[:, :, 1::2]"},
+        {
+            "if interleaved else np.arange(rope_dim // 2)": "if interleaved else np.arange(0, rope_dim, 2)",
+            "else rope_dim // 2)": "else 1)",
+        },
         "test_rope.py::TestRotation",
         model="llama_base",
     ),
@@ -90,7 +96,7 @@ MUTATIONS = [
         "positions ignored", "rope", {"positions.astype(ms.float32)": "(positions * 0).astype(ms.float32)"}, EQUALITY
     ),
     Mutation(
-        "rope key not rotated", "deepseek", {"rotate_interleaved(k_pe, rope[0], rope[1])[:, 0]": "k_pe[:, 0]"}, EQUALITY
+        "rope key not rotated", "deepseek", {"rotate(k_pe, rope[0], rope[1], True)[:, 0]": "k_pe[:, 0]"}, EQUALITY
     ),
     Mutation(
         "bias used as a weight", "deepseek", {"top_experts(choice, scores,": "top_experts(choice, choice,"}, ROUTING
@@ -193,7 +199,7 @@ MUTATIONS = [
     Mutation(
         "absorbed scores without scale",
         "attention",
-        {"features) * scale": "features)"},
+        {"features) * scale, latent)": "features), latent)"},
         SCHEDULE,
         way="decode",
     ),

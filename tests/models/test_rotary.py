@@ -14,11 +14,11 @@ from msds_ops.rope import rope_cos_sin
 
 
 def constants(config, rope_dim):
-    """(softmax scale, cos [3, R/2]) at positions 0, 1, 5000, out of a compiled graph."""
+    """(softmax scale, cos [3, R]) at positions 0, 1, 5000, out of a compiled graph."""
 
     def step(bound, donated, batch):
         inv_freq, amplitude = rotary_constants(config, rope_dim)
-        cos, _ = rope_cos_sin(batch, inv_freq, amplitude)
+        cos, _ = rope_cos_sin(batch, inv_freq, amplitude, False)
         return (cos, cos * 0 + mla_softmax_scale(config)), donated
 
     cos, scale = compile(step, bound=(), batch=np.zeros(3, np.int32))(np.array([0, 1, 5000], np.int32))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from msds_ops.attention import attend, attend_latent, attend_numpy, causal_mask, masked_softmax
+from msds_ops.attention import attend, attend_latent, attend_numpy, attention_bias, causal_mask
 
 
 @pytest.mark.parametrize(
@@ -17,7 +17,7 @@ from msds_ops.attention import attend, attend_latent, attend_numpy, causal_mask,
 )
 def test_attend(run, rng, sequences, queries, heads, groups, context, key_dim, value_dim):
     def attended(batch):
-        return attend(batch["q"], batch["k"], batch["v"], batch["mask"], 0.3)
+        return attend(batch["q"], batch["k"], batch["v"], attention_bias(batch["mask"], heads), 0.3)
 
     mask = rng.random((sequences, queries, context)) < 0.6
     mask[:, :, 0] = True
@@ -36,7 +36,9 @@ def test_attend(run, rng, sequences, queries, heads, groups, context, key_dim, v
 @pytest.mark.parametrize(("sequences", "queries", "heads", "context"), [(1, 1, 4, 6), (2, 3, 2, 5)])
 def test_attend_latent_is_attention_whose_values_are_its_keys(run, rng, sequences, queries, heads, context):
     def attended(batch):
-        return attend_latent(batch["q"], batch["latent"], batch["mask"], 0.3)
+        q = batch["q"].transpose(0, 2, 1, 3)  # head first
+        out = attend_latent(q, batch["latent"], attention_bias(batch["mask"], heads), 0.3)
+        return out.transpose(0, 2, 1, 3)
 
     mask = rng.random((sequences, queries, context)) < 0.6
     mask[:, :, 0] = True
@@ -51,7 +53,7 @@ def test_grouped_heads_read_neighbouring_queries(run):
     """Four query heads on two key heads: heads 0 and 1 read the first, 2 and 3 the second."""
 
     def attended(batch):
-        return attend(batch["q"], batch["k"], batch["v"], batch["mask"], 1.0)
+        return attend(batch["q"], batch["k"], batch["v"], attention_bias(batch["mask"], 4), 1.0)
 
     batch = {
         "q": np.ones((1, 1, 4, 2), np.float32),
@@ -62,24 +64,38 @@ def test_grouped_heads_read_neighbouring_queries(run):
     np.testing.assert_array_equal(run(attended, batch)[0, 0, :, 0], [10, 10, 20, 20])
 
 
-def test_masked_softmax(run):
-    def softmax(batch):
-        return masked_softmax(batch["scores"], batch["mask"])
+def test_attention_bias(run):
+    def bias(batch):
+        return attention_bias(batch["mask"], 3)
 
-    scores = np.array([[0, np.log(3), 50], [5000, -5000, 0], [-1e30, 7, 9]], np.float32)
-    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0]], bool)
-    got = run(softmax, {"scores": scores, "mask": mask})
-    np.testing.assert_allclose(got, [[0.25, 0.75, 0], [1, 0, 0], [1, 0, 0]], rtol=1e-6)
-    assert got[0, 2] == 0  # exactly: a masked column may hold anything finite
+    mask = np.array([[[1, 0], [1, 1]]], bool)
+    got = run(bias, {"mask": mask})
+    np.testing.assert_array_equal(got, np.broadcast_to(np.where(mask[:, None], 0, -np.inf), (1, 3, 2, 2)))
+
+
+def test_a_masked_column_has_no_weight_at_all(run):
+    """Exactly 0 and not almost: what lies there may be anything finite, also far larger than what is seen."""
+
+    def attended(batch):
+        return attend(batch["q"], batch["k"], batch["v"], attention_bias(batch["mask"], 1), 1.0)
+
+    batch = {
+        "q": np.ones((1, 1, 1, 1), np.float32),
+        "k": np.array([[[[0], [np.log(3)], [5000]]]], np.float32),
+        "v": np.array([[[[4], [8], [1e30]]]], np.float32),
+        "mask": np.array([[[1, 1, 0]]], bool),
+    }
+    np.testing.assert_allclose(run(attended, batch), 7, rtol=1e-6)
 
 
 def test_softmax_of_half_precision_scores_is_taken_in_float32(run):
-    def softmax(batch):
-        return masked_softmax(batch["scores"], batch["mask"])
+    def attended(batch):
+        bias = attention_bias(batch["mask"], 1)
+        return attend_latent(batch["q"], batch["latent"], bias, 1.0)
 
-    got = run(softmax, {"scores": np.zeros((1, 3), np.float16), "mask": np.ones((1, 3), bool)})
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, 1 / 3, rtol=1e-6)
+    latent = np.ones((1, 4096, 1), np.float16)  # in float16 the sum of the weights would stop growing at 2048
+    batch = {"q": np.zeros((1, 1, 1, 1), np.float16), "latent": latent, "mask": np.ones((1, 1, 4096), bool)}
+    np.testing.assert_allclose(run(attended, batch), 1, rtol=2e-3)
 
 
 def test_causal_mask(run):

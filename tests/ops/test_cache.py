@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from msds_ops.attention import attend_latent
+from msds_ops.attention import attend_latent, attention_bias
 from msds_ops.cache import cache_read, cache_write, cache_write_numpy, context_mask, context_slots, head_rows
 
 
@@ -110,7 +110,7 @@ def test_an_overflow_of_one_sequence_never_reaches_another(run, rng):
         cache = cache_write(batch["cache"], batch["broken"], batch["old_rows"], "reference")
         cache = cache_write(cache, batch["values"], batch["rows"], "reference")
         context = cache_read(cache, batch["slots"])
-        return attend_latent(batch["q"], context, context_mask(batch["positions"], 4), 1.0)
+        return attend_latent(batch["q"], context, attention_bias(context_mask(batch["positions"], 4), 1), 1.0)
 
     batch = {
         "cache": np.zeros((8, 4), np.float32),

@@ -10,8 +10,7 @@ from msds_ops.rope import (
     linear_frequencies,
     llama3_frequencies,
     rope_cos_sin,
-    rotate_half,
-    rotate_interleaved,
+    rotate,
     rotate_numpy,
     yarn_frequencies,
 )
@@ -67,13 +66,13 @@ class TestFrequencies:
 
 class TestRotation:
     @pytest.mark.parametrize("heads", [1, 4])
-    @pytest.mark.parametrize(("interleaved", "rotate"), [(True, rotate_interleaved), (False, rotate_half)])
-    def test_equals_complex_multiplication(self, run, rng, heads, interleaved, rotate):
+    @pytest.mark.parametrize("interleaved", [True, False])
+    def test_equals_complex_multiplication(self, run, rng, heads, interleaved):
         inv_freq = tuple(float(f) for f in default_frequencies(8, 1e4))
 
         def rotated(batch):
-            cos, sin = rope_cos_sin(batch["positions"], inv_freq, 1.0)
-            return rotate(batch["x"], cos, sin)
+            cos, sin = rope_cos_sin(batch["positions"], inv_freq, 1.0, interleaved)
+            return rotate(batch["x"], cos, sin, interleaved)
 
         x = rng.normal(size=(6, heads, 8)).astype(np.float32)
         positions = np.array([0, 1, 2, 31, 1000, 4095], np.int32)
@@ -88,8 +87,10 @@ class TestRotation:
         inv_freq = tuple(float(f) for f in default_frequencies(8, 1e4))
 
         def rotated(batch):
-            cos, sin = rope_cos_sin(batch["positions"], inv_freq, 1.0)
-            return rotate_interleaved(batch["x"], cos, sin), rotate_half(batch["x"], cos, sin)
+            positions, x = batch["positions"], batch["x"]
+            pair_cos, pair_sin = rope_cos_sin(positions, inv_freq, 1.0, True)
+            half_cos, half_sin = rope_cos_sin(positions, inv_freq, 1.0, False)
+            return rotate(x, pair_cos, pair_sin, True), rotate(x, half_cos, half_sin, False)
 
         unit = np.zeros((1, 1, 8), np.float32)
         unit[0, 0, 0] = 1
@@ -103,13 +104,15 @@ class TestRotation:
         positions = np.array([0, 5, 4096, 163839], np.int32)
 
         def cos_sin(batch):
-            return rope_cos_sin(batch["positions"], inv_freq, 1.0), rope_cos_sin(batch["positions"], inv_freq, 1.25)
+            positions = batch["positions"]
+            return rope_cos_sin(positions, inv_freq, 1.0, False), rope_cos_sin(positions, inv_freq, 1.25, False)
 
         plain, louder = run(cos_sin, {"positions": positions})
         # The angle is one float32 product, as in the published code, and only then taken apart.
         want = numpy_rope.rotation(positions, np.array(inv_freq, np.float32), 1.0)
         for got, more, expected in zip(plain, louder, want, strict=True):
-            assert got.shape == (4, 1, 4)
-            np.testing.assert_allclose(got[:, 0], expected, atol=1e-6)
+            assert got.shape == (4, 1, 8)
+            np.testing.assert_allclose(got[:, 0, :4], expected, atol=1e-6)
+            np.testing.assert_array_equal(got[:, 0, 4:], got[:, 0, :4])
             np.testing.assert_allclose(more, 1.25 * got, rtol=1e-6)
         assert np.abs(plain[0]).max() == 1.0

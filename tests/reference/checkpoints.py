@@ -262,9 +262,7 @@ def transformers_logits(folder: Path, token_ids: Any, positions: Any = None) -> 
     # Without a mask transformers takes a gap in the positions for the start of another, packed sequence.
     mask = torch.ones_like(ids)
     with torch.no_grad():
-        out = _transformers_model(folder)(
-            input_ids=ids, position_ids=where[None], attention_mask=mask, use_cache=False
-        )
+        out = _transformers_model(folder)(input_ids=ids, position_ids=where[None], attention_mask=mask, use_cache=False)
     logits: Array = out.logits[0].numpy()
     return logits
 

@@ -142,9 +142,7 @@ def gate(scores: Array, bias: Array | None, config: Config) -> tuple[Array, Arra
 
 def mlp(x: Array, tensors: Tensors, name: str) -> Array:
     gated = linear(x, tensors, f"{name}.gate_proj")
-    return linear(
-        gated * sigmoid(gated) * linear(x, tensors, f"{name}.up_proj"), tensors, f"{name}.down_proj"
-    )
+    return linear(gated * sigmoid(gated) * linear(x, tensors, f"{name}.up_proj"), tensors, f"{name}.down_proj")
 
 
 def moe(x: Array, tensors: Tensors, name: str, config: Config) -> Array:

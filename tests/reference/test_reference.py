@@ -129,9 +129,7 @@ def _transformers_mtp(folder, tensors, depths):
 class TestRope:
     def test_yarn_frequencies_of_v3(self):
         scaling = numpy_rope.rope_settings({"rope_scaling": YARN_V3, "rope_theta": 10000})[1]
-        ratio = numpy_rope.inverse_frequencies(64, 1e4, scaling) / numpy_rope.inverse_frequencies(
-            64, 1e4, None
-        )
+        ratio = numpy_rope.inverse_frequencies(64, 1e4, scaling) / numpy_rope.inverse_frequencies(64, 1e4, None)
         np.testing.assert_allclose(ratio[:11], 1.0, rtol=1e-6)
         np.testing.assert_allclose(ratio[[11, 16, 22]], [0.925, 0.55, 0.10], rtol=1e-5)
         np.testing.assert_allclose(ratio[23:], 0.025, rtol=1e-6)

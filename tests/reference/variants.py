@@ -130,11 +130,7 @@ LLAMA: Config = {
 }
 
 QWEN2: Config = {
-    **{
-        key: value
-        for key, value in LLAMA.items()
-        if key not in ("attention_bias", "mlp_bias", "rope_scaling")
-    },
+    **{key: value for key, value in LLAMA.items() if key not in ("attention_bias", "mlp_bias", "rope_scaling")},
     "architectures": ["Qwen2ForCausalLM"],
     "max_window_layers": 2,
     "model_type": "qwen2",
@@ -156,9 +152,7 @@ LLAMA3_ROPE: Config = {
 YARN: Config = {"factor": 4.0, "original_max_position_embeddings": SHORT, "rope_type": "yarn"}
 
 
-def _v3(
-    name: str, reason: str = "", writer: Config | None = None, fp8: bool = False, **fields: Any
-) -> Variant:
+def _v3(name: str, reason: str = "", writer: Config | None = None, fp8: bool = False, **fields: Any) -> Variant:
     reference: Literal["transformers", "numpy"] = "numpy" if reason else "transformers"
     return Variant(name, {**V3, **fields}, reference, reason, writer or {}, fp8=fp8)
 

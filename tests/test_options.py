@@ -10,8 +10,8 @@ import pytest
 
 from msds import presets
 from msds.config import RopeScaling
-from msds.engine.options import DEFAULT_MAX_MODEL_LEN, EngineOptions, free_memory_bytes
 from msds.errors import OptionError
+from msds.options import DEFAULT_MAX_MODEL_LEN, EngineOptions, free_memory_bytes
 
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "block_size", "prefill_chunk", "threads"])
