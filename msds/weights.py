@@ -58,7 +58,8 @@ def load_weights(
 
     `config` is the settled one (`settle_mtp`). Raises CheckpointError with all faults at once, before allocating.
     """
-    shares_embedding(checkpoint, config.tie_word_embeddings)
+    if not checkpoint.faults:  # a head that a damaged file may hold is not a head that is missing
+        shares_embedding(checkpoint, config.tie_word_embeddings)
     entries = checkpoint_entries(spec, config)
     arrays: dict[str, Any] = load(checkpoint, entries, skipped, progress=progress)
     return tree_unflatten(tree_flatten(spec)[1], [arrays[entry.path] for entry in entries])

@@ -125,7 +125,7 @@ class Scheduler(Generic[S]):
             if entry.is_aborted:
                 self._release(entry)
                 continue
-            row.sequence.num_computed = min(row.end + max(0, num_new - 1), len(row.sequence.token_ids) - 1)
+            row.sequence.num_computed = min(row.end + num_new, len(row.sequence.token_ids) - 1)
             self._register(entry)
 
     def fail(self, step: Step[S]) -> None:
@@ -336,8 +336,6 @@ class Scheduler(Generic[S]):
     def _forget(self, entry: Entry[S]) -> None:
         self._entries.pop(entry.sequence.id, None)
         self._running.pop(entry.sequence.id, None)
-        if self._last_prefill is entry:
-            self._last_prefill = None
 
     def _grown(self, step: Step[S]) -> list[int]:
         """By how many tokens the sequence of each row has grown in this step."""

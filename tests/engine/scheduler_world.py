@@ -241,3 +241,26 @@ class World:
         assert not self.live
         assert self.pool.num_available == self.pool.num_usable
         return steps
+
+
+def make_world(*, num_blocks: int = 65, block_size: int = 4, **policy: object) -> World:
+    policy = {"max_num_seqs": 8, "chunk_sizes": (8,)} | policy
+    return World(SchedulerPolicy(**policy), num_blocks=num_blocks, block_size=block_size)  # type: ignore[arg-type]
+
+
+def distinct(length: int, start: int = 100) -> list[int]:
+    """A prompt that shares no block with one of another start."""
+    return list(range(start, start + length))
+
+
+def history(world: World, num_steps: int) -> list[str]:
+    """The next steps, run: "p3" is a prefill step of sequence 3, "d1,2" a decode step of 1 and 2."""
+    steps = []
+    for _ in range(num_steps):
+        step = world.schedule()
+        if step is None:
+            break
+        ids = ",".join(str(id_) for id_ in sorted(row.sequence.id for row in step.rows))
+        steps.append(("p" if isinstance(step, PrefillStep) else "d") + ids)
+        world.run()
+    return steps

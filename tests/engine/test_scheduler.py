@@ -6,33 +6,9 @@ import random
 
 import pytest
 
-from msds.engine.schedule_types import DecodeStep, PrefillStep, QueueFullError, SchedulerPolicy
+from msds.engine.schedule_types import DecodeStep, PrefillStep, QueueFullError
 from msds.errors import MsdsError, OptionError
-from tests.engine.scheduler_world import FakeSequence, World
-
-
-def make_world(*, num_blocks: int = 65, block_size: int = 4, **policy: object) -> World:
-    policy = {"max_num_seqs": 8, "chunk_sizes": (8,)} | policy
-    return World(SchedulerPolicy(**policy), num_blocks=num_blocks, block_size=block_size)  # type: ignore[arg-type]
-
-
-def distinct(length: int, start: int = 100) -> list[int]:
-    """A prompt that shares no block with one of another start."""
-    return list(range(start, start + length))
-
-
-def history(world: World, num_steps: int) -> list[str]:
-    """The next steps, run: "p3" is a prefill step of sequence 3, "d1,2" a decode step of 1 and 2."""
-    steps = []
-    for _ in range(num_steps):
-        step = world.schedule()
-        if step is None:
-            break
-        ids = ",".join(str(id_) for id_ in sorted(row.sequence.id for row in step.rows))
-        steps.append(("p" if isinstance(step, PrefillStep) else "d") + ids)
-        world.run()
-    return steps
-
+from tests.engine.scheduler_world import FakeSequence, distinct, history, make_world
 
 # What can be served: 8 usable blocks of 16
 
@@ -123,13 +99,18 @@ def test_chunks_cover_a_prompt_exactly_and_only_the_last_samples() -> None:
 
 def test_short_prompts_pass_a_long_one_in_prefill_every_second_time() -> None:
     world = make_world()
-    world.add(world.new(distinct(40), 2))
-    world.add(world.new(distinct(40, 200), 2))
-    world.add(
-        world.new(distinct(5, 300), 2),
-    )
-    assert history(world, 7) == ["p0", "p2", "d2", "p0", "p0", "p0", "p0"]
-    assert history(world, 3) == ["d0", "p1", "p1"]
+    world.add(world.new(distinct(40), 1))
+    world.add(world.new(distinct(40, 200), 1))
+    world.add(*(FakeSequence(id_, distinct(5, 100 * id_), 6) for id_ in (3, 4, 5)))
+    assert history(world, 8) == ["p0", "p3", "p0", "p4", "p0", "p5", "p0", "p0"]
+    assert history(world, 9) == ["p1"] * 5
+
+
+def test_what_is_left_of_a_short_prompt_goes_before_another_short_one() -> None:
+    world = make_world(block_size=16, num_blocks=200, chunk_sizes=(64, 512))
+    world.add(world.new(distinct(2500), 1))
+    world.add(*(FakeSequence(id_, distinct(70, 9000 * id_), 71) for id_ in (1, 2)))  # cheaper as 64 + 6 than as 512
+    assert history(world, 8) == ["p0", "p1", "p0", "p1", "p0", "p2", "p0", "p2"]
 
 
 def test_a_long_prompt_of_higher_priority_passes_one_in_prefill() -> None:
@@ -199,143 +180,6 @@ def test_a_stream_of_small_high_priority_requests_starves_nobody() -> None:
         world.schedule()
         world.run()
     assert len(low.token_ids) == 24
-
-
-# Preemption
-
-
-def test_the_youngest_of_lowest_priority_gives_way_and_its_answer_does_not_change() -> None:
-    world = make_world(num_blocks=6, max_num_seqs=4)  # five blocks of four; each sequence comes to need three
-    sequences = [FakeSequence(id_, [id_], 13, priority=p) for id_, p in enumerate([0, 1, 0])]
-    world.add(*sequences)
-    preempted: list[int] = []
-    while world.schedule() is not None:
-        for sequence in sequences:
-            if sequence.id in world.live and len(sequence.token_ids) > 1 and not sequence.block_table:
-                preempted += [] if preempted[-1:] == [sequence.id] else [sequence.id]
-        world.run()
-    assert preempted == [1, 2]
-    assert [sequence.token_ids for sequence in sequences] == [[id_, *[7] * 12] for id_ in range(3)]
-    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 0, 0]
-    assert world.scheduler.stats.preemptions == 2
-
-
-def test_a_preempted_sequence_reuses_what_is_left_of_its_blocks() -> None:
-    world = make_world(num_blocks=7, block_size=2, max_num_seqs=2, max_preemptions=9)
-    old, young = FakeSequence(0, [1], 12), FakeSequence(1, [2], 9)
-    world.add(old, young)
-    while young.block_table or len(young.token_ids) == 1:
-        world.schedule()
-        world.run()
-    assert young.num_computed == 0
-    while not young.block_table:
-        world.schedule()
-        world.run()
-    assert young.num_computed > 0
-    assert world.scheduler.stats.prefix_tokens_hit == 0, "what preemption finds again is no hit in the statistics"
-    world.drain()
-
-
-def test_who_was_preempted_often_is_protected() -> None:
-    """Low priority gives way max_preemptions times, and then others do."""
-    world = make_world(num_blocks=7, max_num_seqs=2, max_preemptions=1)
-    low = world.new([1], 24, priority=5)
-    world.add(low)
-    had_blocks, times = False, 0
-    for _ in range(400):
-        if low.id not in world.live:
-            break
-        if len(world.live) < 2:
-            world.add(world.new([world.num_added], 16, priority=0))
-        world.schedule()
-        times += had_blocks and not low.block_table
-        had_blocks = bool(low.block_table)
-        world.run()
-    assert low.id not in world.live
-    assert times == 1
-    assert world.scheduler.stats.preemptions > 1
-
-
-def test_drafts_take_spare_blocks_only() -> None:
-    world = make_world(num_blocks=3, block_size=4, max_num_seqs=2)
-    a, b = FakeSequence(0, [1, 2, 3], 5, num_lookahead=3), FakeSequence(1, [4, 5, 6], 5, num_lookahead=3)
-    world.add(a, b)
-    step = world.schedule()
-    assert isinstance(step, DecodeStep)
-    assert [(row.num_tokens, row.num_drafts) for row in step.rows] == [(3, 1), (3, 1)]
-    assert world.scheduler.stats.preemptions == 0
-
-
-def test_drafts_never_go_beyond_the_last_token_wanted() -> None:
-    world = make_world()
-    world.add(FakeSequence(0, [1], 7, num_lookahead=3))
-    drafts = []
-    while (step := world.schedule()) is not None:
-        drafts.append(step.rows[0].num_drafts)
-        world.run()
-    assert drafts == [3, 1]
-
-
-# Prefix reuse
-
-
-def test_choices_of_one_prompt_compute_it_once() -> None:
-    world = make_world(chunk_sizes=(64,))
-    world.add(*(FakeSequence(id_, distinct(43), 50) for id_ in range(3)))
-    computed = []
-    for _ in range(5):
-        step = world.schedule()
-        if isinstance(step, PrefillStep):
-            computed.append(step.row.num_tokens)
-        world.run()
-    assert computed == [43, 3, 3]
-    assert [sequence.num_cached_tokens for sequence in world.live.values()] == [0, 40, 40]
-    stats = world.scheduler.stats
-    assert (stats.prefix_tokens_queried, stats.prefix_tokens_hit) == (129, 80)
-
-
-@pytest.mark.parametrize(("length", "num_cached"), [(7, 4), (8, 4), (9, 8)])
-def test_a_finished_answer_is_found_again_up_to_its_last_token(length: int, num_cached: int) -> None:
-    world = make_world()
-    world.add(world.new(distinct(6), 4))
-    world.drain()
-    again = world.new([*distinct(6), 7, 7, 7][:length], 2)
-    world.add(again)
-    world.schedule()
-    assert again.num_cached_tokens == again.num_computed == num_cached
-    world.run()
-    world.drain()
-
-
-@pytest.mark.parametrize("options", [{"cache_salt": b"other"}, {"allow_prefix_reuse": False}])
-def test_another_salt_and_forbidden_reuse_compute_everything(options: dict[str, object]) -> None:
-    world = make_world()
-    world.add(world.new(distinct(13), 2))
-    world.drain()
-    world.add(world.new(distinct(13), 2, **options))
-    assert history(world, 3) == ["p1", "p1", "d1"]
-    assert world.scheduler.stats.prefix_tokens_hit == 0
-
-
-def test_logits_of_every_prompt_token_come_from_prefill_steps() -> None:
-    world = make_world()
-    world.add(FakeSequence(0, [5], 3, allow_prefix_reuse=False, num_lookahead=2))
-    assert history(world, 2) == ["p0", "d0"]
-
-
-def test_new_weights_reuse_nothing_and_keep_everyone() -> None:
-    world = make_world()
-    world.add(world.new(distinct(12), 9))
-    history(world, 4)
-    before = len(world.live[0].token_ids)
-    world.update_weights()
-    assert world.scheduler.stats.cached_blocks == 0
-    step = world.schedule()
-    assert isinstance(step, PrefillStep)
-    assert (step.row.start, len(world.live[0].token_ids)) == (0, before)
-    assert world.scheduler.stats.preemptions == 0
-    world.run()
-    world.drain()
 
 
 # Ends

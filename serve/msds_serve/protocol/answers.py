@@ -8,13 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msds.engine.sampler import TokenLogprobs
 from msds.text.reasoning import ReasoningParser, ReasoningTokens, Start
 from msds.text.tools import CallDelta, Layout, ToolCallParser
 from msds_serve.protocol.errors import server_error
 from msds_serve.protocol.logprobs import TokenBytes, chat_entry
+
+if TYPE_CHECKING:
+    from msds.engine.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ class AnswerReader:
         if self._options.top_logprobs is None:
             return []
         return [chat_entry(entry, self._options.token_bytes, self._options.top_logprobs) for entry in shown]
+
+
+def make_readers(options: AnswerOptions, response_id: str, num_choices: int) -> list[AnswerReader]:
+    """A reader per choice of one request; the ids of their calls follow from the response id and the choice."""
+    return [AnswerReader(options, f"{response_id}.{choice}") for choice in range(num_choices)]
 
 
 def call_id(seed: str, index: int) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msds.engine.sampler import TokenLogprobs
+if TYPE_CHECKING:
+    from msds.engine.sampler import TokenLogprobs
+
 
 FLOOR = -9999.0
 """Stands for minus infinity, and for a value that is not a number."""

@@ -11,7 +11,7 @@ from msds.config import GenerationConfig
 from msds.errors import SamplingError
 from msds.sampling import SamplingParams
 from msds_serve.protocol.errors import bad_request, clip, from_exception
-from msds_serve.protocol.fields import Limits, Table, chat_table, completion_table, detokenize_table, tokenize_table
+from msds_serve.protocol.fields import Limits, chat_table, completion_table, detokenize_table, tokenize_table
 from msds_serve.protocol.tools import ResponseFormat, ToolChoice, settle_choice
 
 COMPLETION_MAX_TOKENS = 16
@@ -295,19 +295,3 @@ def _require_unicode(body: dict[str, Any]) -> None:
             except UnicodeEncodeError as error:
                 found = f"U+{ord(value[error.start]):04X}"
                 raise bad_request(f"the body has the lone surrogate {found}; surrogates come in pairs") from None
-
-
-__all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "Limits",
-    "StreamOptions",
-    "Table",
-    "TokenizeRequest",
-    "parse_body",
-    "parse_chat",
-    "parse_completion",
-    "parse_detokenize",
-    "parse_tokenize",
-]

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msds.engine.sampler import TokenLogprobs
 from msds.text.tools import CallDelta
 from msds_serve.protocol.answers import AnswerDelta, AnswerReader, finish_reason
 from msds_serve.protocol.logprobs import TokenBytes, prompt_entries, token_text
+
+if TYPE_CHECKING:
+    from msds.engine.sampler import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msds.engine.sampler import TokenLogprobs
-from msds_serve.protocol.answers import AnswerDelta, AnswerOptions, AnswerReader, finish_reason
+from msds_serve.protocol.answers import AnswerDelta, AnswerOptions, finish_reason, make_readers
 from msds_serve.protocol.errors import ApiError
 from msds_serve.protocol.logprobs import LegacyLogprobs
 from msds_serve.protocol.requests import StreamOptions
 from msds_serve.protocol.responses import Head, join_legacy, usage
+
+if TYPE_CHECKING:
+    from msds.engine.sampler import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 MEDIA_TYPE = "text/event-stream"
@@ -35,15 +37,24 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body())
 
 
-class _Usage:
-    """Counts of a stream while it runs."""
+class _Stream:
+    """What streams of both endpoints share: open choices, and usage while it grows."""
 
-    def __init__(self, options: StreamOptions, prompt_tokens: int, cached_tokens: int) -> None:
+    kind: str
+
+    def __init__(
+        self, head: Head, options: StreamOptions, *, num_choices: int, prompt_tokens: int, cached_tokens: int = 0
+    ) -> None:
+        self._head = head.as_object(self.kind)
         self._options = options
+        self._open = set(range(num_choices))
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = cached_tokens
 
-    def total(self, completion_tokens: int, reasoning_tokens: int | None) -> dict[str, Any]:
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What has been used so far; after the last token, the usage of the whole request."""
+        completion_tokens, reasoning_tokens = self._counts()
         return usage(
             self._prompt_tokens,
             completion_tokens,
@@ -51,49 +62,42 @@ class _Usage:
             reasoning_tokens=reasoning_tokens,
         )
 
-    def in_chunk(self, total: Mapping[str, Any]) -> Chunk:
-        """What a chunk with choices says of usage."""
+    def close(self) -> list[Chunk]:
+        """The usage chunk, where asked for. Every choice must be finished."""
+        if self._open:
+            raise RuntimeError(f"choices {sorted(self._open)} of the stream {self._head['id']} are not finished")
+        return [self._head | {"choices": [], "usage": self.usage}] if self._options.include_usage else []
+
+    def _counts(self) -> tuple[int, int | None]:
+        raise NotImplementedError
+
+    def _chunk(self, choice: Mapping[str, Any]) -> Chunk:
+        chunk = self._head | {"choices": [dict(choice)]}
         if self._options.continuous_usage_stats:
-            return {"usage": total}
-        return {"usage": None} if self._options.include_usage else {}
+            return chunk | {"usage": self.usage}
+        return chunk | {"usage": None} if self._options.include_usage else chunk
 
-    def last(self, chunk: Chunk, total: Mapping[str, Any]) -> list[Chunk]:
-        """The chunk after all choices, if it was asked for."""
-        return [chunk | {"choices": [], "usage": total}] if self._options.include_usage else []
+    def _require_open(self, choice: int) -> None:
+        if choice not in self._open:
+            raise RuntimeError(f"choice {choice} of the stream {self._head['id']} is finished or does not exist")
 
 
-class ChatStream:
+class ChatStream(_Stream):
     """Turns what the engine produces into chat.completion.chunk objects, for choices that come interleaved.
 
-    prompt_tokens, cached_tokens: of the one prompt that all choices share. The ids of tool calls follow from the
-    response id and the choice.
+    counts: prompt_tokens and cached_tokens of the one prompt that all choices share.
     """
 
+    kind = "chat.completion.chunk"
+
     def __init__(
-        self,
-        head: Head,
-        answers: AnswerOptions,
-        options: StreamOptions,
-        *,
-        num_choices: int,
-        prompt_tokens: int,
-        cached_tokens: int = 0,
+        self, head: Head, answers: AnswerOptions, options: StreamOptions, *, num_choices: int, **counts: int
     ) -> None:
-        self._head = head
-        self._answers = answers
-        self.readers = [AnswerReader(answers, f"{head.id}.{index}") for index in range(num_choices)]
-        self._open = set(range(num_choices))
+        super().__init__(head, options, num_choices=num_choices, **counts)
+        self.readers = make_readers(answers, head.id, num_choices)
+        self._with_logprobs = answers.top_logprobs is not None
         self._begun: set[int] = set()
         self._held: dict[int, list[dict[str, Any]]] = {}  # log-probabilities whose text is still held back
-        self._usage = _Usage(options, prompt_tokens, cached_tokens)
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """What has been used so far; after the last token, the usage of the whole request."""
-        return self._usage.total(
-            sum(reader.completion_tokens for reader in self.readers),
-            sum(reader.reasoning_tokens for reader in self.readers),
-        )
 
     def push(
         self,
@@ -113,18 +117,17 @@ class ChatStream:
     def finish(self, choice: int, reason: str) -> list[Chunk]:
         """The last chunks of a choice, for the engine's finish reason; ApiError for "error"."""
         self._require_open(choice)
-        reason = self.readers[choice].finish_reason(reason)
+        finish_reason(reason)
         delta = self.readers[choice].finish()
-        reason = self.readers[choice].finish_reason("stop") if reason == "stop" else reason
         self._open.remove(choice)
         chunks = self._deltas(choice, delta, flush=True)
-        return [*chunks, self._chunk(choice, {}, None, reason)]
+        return [*chunks, self._choice(choice, {}, None, self.readers[choice].finish_reason(reason))]
 
-    def close(self) -> list[Chunk]:
-        """The usage chunk, where asked for. Every choice must be finished."""
-        if self._open:
-            raise RuntimeError(f"choices {sorted(self._open)} of the stream {self._head.id} are not finished")
-        return self._usage.last(self._head.as_object("chat.completion.chunk"), self.usage)
+    def _counts(self) -> tuple[int, int | None]:
+        return (
+            sum(reader.completion_tokens for reader in self.readers),
+            sum(reader.reasoning_tokens for reader in self.readers),
+        )
 
     def _deltas(self, choice: int, delta: AnswerDelta, *, flush: bool = False) -> list[Chunk]:
         entries = self._held.pop(choice, []) + delta.logprobs
@@ -141,29 +144,23 @@ class ChatStream:
             body["content"] = delta.content
         if delta.calls:
             body["tool_calls"] = _merge_calls(delta)
-        return [self._chunk(choice, body, entries, None)]
+        return [self._choice(choice, body, entries, None)]
 
-    def _chunk(
+    def _choice(
         self, choice: int, delta: Mapping[str, Any], entries: list[dict[str, Any]] | None, reason: str | None
     ) -> Chunk:
-        logprobs = None
-        if self._answers.top_logprobs is not None and entries is not None:
-            logprobs = {"content": entries, "refusal": None}
-        body = {"index": choice, "delta": dict(delta), "logprobs": logprobs, "finish_reason": reason}
-        head = self._head.as_object("chat.completion.chunk")
-        return head | {"choices": [body]} | self._usage.in_chunk(self.usage)
-
-    def _require_open(self, choice: int) -> None:
-        if choice not in self._open:
-            raise RuntimeError(f"choice {choice} of the stream {self._head.id} is finished or does not exist")
+        logprobs = {"content": entries, "refusal": None} if self._with_logprobs and entries is not None else None
+        return self._chunk({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
 
-class CompletionStream:
+class CompletionStream(_Stream):
     """Turns what the engine produces into text_completion chunks.
 
-    Choices are numbered prompt * n + choice. prompt_tokens, cached_tokens: summed over the prompts. logprobs: one
-    builder per choice, or None.
+    Choices are numbered prompt * n + choice. counts: prompt_tokens and cached_tokens, summed over the prompts.
+    logprobs: one builder per choice, or None.
     """
+
+    kind = "text_completion"
 
     def __init__(
         self,
@@ -171,21 +168,13 @@ class CompletionStream:
         options: StreamOptions,
         *,
         num_choices: int,
-        prompt_tokens: int,
-        cached_tokens: int = 0,
         logprobs: Sequence[LegacyLogprobs] | None = None,
+        **counts: int,
     ) -> None:
-        self._head = head
+        super().__init__(head, options, num_choices=num_choices, **counts)
         self._builders = logprobs
-        self._open = set(range(num_choices))
         self._held: dict[int, list[Mapping[str, Any]]] = {}
         self._completion_tokens = 0
-        self._usage = _Usage(options, prompt_tokens, cached_tokens)
-
-    @property
-    def usage(self) -> dict[str, Any]:
-        """What has been used so far."""
-        return self._usage.total(self._completion_tokens, None)
 
     def echo(
         self, choice: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None = None
@@ -205,13 +194,10 @@ class CompletionStream:
         self._require_open(choice)
         word = finish_reason(reason)
         self._open.remove(choice)
-        return [self._chunk(choice, "", self._held.pop(choice, []), word)]
+        return [self._choice(choice, "", self._held.pop(choice, []), word)]
 
-    def close(self) -> list[Chunk]:
-        """The usage chunk, where asked for. Every choice must be finished."""
-        if self._open:
-            raise RuntimeError(f"choices {sorted(self._open)} of the stream {self._head.id} are not finished")
-        return self._usage.last(self._head.as_object("text_completion"), self.usage)
+    def _counts(self) -> tuple[int, int | None]:
+        return self._completion_tokens, None
 
     def _text(
         self, choice: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None] | None
@@ -224,17 +210,11 @@ class CompletionStream:
             if pieces:
                 self._held[choice] = pieces
             return []
-        return [self._chunk(choice, text, pieces, None)]
+        return [self._choice(choice, text, pieces, None)]
 
-    def _chunk(self, choice: int, text: str, pieces: Sequence[Mapping[str, Any]], reason: str | None) -> Chunk:
+    def _choice(self, choice: int, text: str, pieces: Sequence[Mapping[str, Any]], reason: str | None) -> Chunk:
         logprobs = join_legacy(pieces) if pieces else None
-        body = {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        head = self._head.as_object("text_completion")
-        return head | {"choices": [body]} | self._usage.in_chunk(self.usage)
-
-    def _require_open(self, choice: int) -> None:
-        if choice not in self._open:
-            raise RuntimeError(f"choice {choice} of the stream {self._head.id} is finished or does not exist")
+        return self._chunk({"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason})
 
 
 def _merge_calls(delta: AnswerDelta) -> list[dict[str, Any]]:
