@@ -9,6 +9,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from msds.config import ModelConfig
+from msds_ops.iota import iota
 from msds_ops.linear import linear
 from msds_ops.norm import rms_norm
 
@@ -31,7 +32,7 @@ def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: i
     """
     sequences, queries = batch["tokens"].shape
     hidden = rms_norm(x, norm["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
-    index = ops.arange(0, queries, dtype=ms.int32).expand_dims(0)
+    index = iota(queries).expand_dims(0)
     is_padding = index >= batch["query_lens"].expand_dims(1)
     is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding).all(-1)
     rows = queries
@@ -59,6 +60,6 @@ def last_rows(hidden: Tensor, query_lens: Tensor, count: int) -> Tensor:
     Row j of the result is token query_lens - count + j; where a sequence is shorter, its first rows repeat.
     """
     sequences, queries, features = hidden.shape
-    row = query_lens.expand_dims(1) - count + ops.arange(0, count, dtype=ms.int32).expand_dims(0)
-    row = ops.maximum(row, 0) + queries * ops.arange(0, sequences, dtype=ms.int32).expand_dims(1)
+    row = query_lens.expand_dims(1) - count + iota(count).expand_dims(0)
+    row = ops.maximum(row, 0) + queries * iota(sequences).expand_dims(1)
     return ops.gather(hidden.reshape(-1, features), row.reshape(-1), 0).reshape(sequences, count, features)

@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor, ops
 
+from msds_ops.iota import iota
+
 Array: TypeAlias = npt.NDArray[Any]
 
 _bmm = ops.BatchMatMul()
@@ -29,7 +31,7 @@ def attention_bias(mask: Tensor, heads: int) -> Tensor:
 
 def causal_mask(positions: Tensor, query_lens: Tensor) -> Tensor:
     """Row q sees column k where k is a real token at no later position: [S, Q], [S] -> [S, Q, Q] bool."""
-    index = ops.arange(0, positions.shape[1], dtype=ms.int32)
+    index = iota(positions.shape[1])
     is_real = index.reshape(1, 1, -1) < query_lens.reshape(-1, 1, 1)
     is_self = index.expand_dims(1) == index.expand_dims(0)  # a padding row sees itself, so that softmax is finite
     earlier = positions.expand_dims(1) <= positions.expand_dims(2)

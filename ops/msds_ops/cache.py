@@ -14,10 +14,11 @@ attention then reads the context of each head in order, without transposing it.
 
 from typing import Any, TypeAlias
 
-import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor, ops
+
+from msds_ops.iota import iota
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -47,13 +48,13 @@ def cache_read(cache: Tensor, rows: Tensor) -> Tensor:
 
 def head_rows(slots: Tensor, num_heads: int, num_slots: int) -> Tensor:
     """Rows of every cached head: slots [S, C] int32 -> [S, G, C] int32, head g of slot s in row g * num_slots + s."""
-    first = ops.arange(0, num_heads, dtype=ms.int32).reshape(1, -1, 1) * num_slots
+    first = iota(num_heads).reshape(1, -1, 1) * num_slots
     return slots.expand_dims(1) + first
 
 
 def context_slots(block_tables: Tensor, block_size: int) -> Tensor:
     """The slot of each context position: block_tables [S, B] int32 -> [S, C] int32. Once per step, for all layers."""
-    offsets = ops.arange(0, block_size, dtype=ms.int32).reshape(1, 1, -1)
+    offsets = iota(block_size).reshape(1, 1, -1)
     return (block_tables.expand_dims(-1) * block_size + offsets).reshape(block_tables.shape[0], -1)
 
 
@@ -63,7 +64,7 @@ def context_mask(positions: Tensor, context: int) -> Tensor:
     Slot j holds the token at position j of its sequence, so causality and length are one comparison. A padding
     query has position 0 and sees slot 0, which keeps its softmax finite.
     """
-    index = ops.arange(0, context, dtype=ms.int32).reshape(1, 1, -1)
+    index = iota(context).reshape(1, 1, -1)
     return index <= positions.expand_dims(-1)
 
 

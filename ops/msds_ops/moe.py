@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor, ops
 
+from msds_ops.iota import iota
+
 Array: TypeAlias = npt.NDArray[Any]
 
 _bmm_nt = ops.BatchMatMul(transpose_b=True)
@@ -24,7 +26,7 @@ def rank_descending(scores: Tensor) -> Tensor:
     """How many scores of the row come before each: [..., E] -> [..., E] int32; ties by lowest index."""
     size = scores.shape[-1]
     mine, other = scores.expand_dims(-1), scores.expand_dims(-2)
-    index = ops.arange(0, size, dtype=ms.int32)
+    index = iota(size)
     earlier = index.expand_dims(0) < index.expand_dims(1)  # [E, E]: the other stands before me
     beats = ops.logical_or(other > mine, ops.logical_and(other == mine, earlier))
     return beats.astype(ms.int32).sum(-1, dtype=ms.int32)
@@ -59,9 +61,9 @@ def select_groups(choice: Tensor, num_groups: int, num_kept: int, *, by_top2: bo
 def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor, Tensor]:
     """The best K by `choice`, best first, and their `scores`: two [T, E] -> topk_idx [T, K] int32, weights [T, K]."""
     experts = choice.shape[-1]
-    slots = ops.arange(0, num_chosen, dtype=ms.int32).reshape(1, -1, 1)
+    slots = iota(num_chosen).reshape(1, -1, 1)
     chosen = rank_descending(choice).expand_dims(1) == slots  # [T, K, E], one True per row
-    index = ops.arange(0, experts, dtype=ms.int32).reshape(1, 1, -1)
+    index = iota(experts).reshape(1, 1, -1)
     topk_idx = (chosen.astype(ms.int32) * index).sum(-1, dtype=ms.int32)
     weights = ops.masked_fill(scores.expand_dims(1), ops.logical_not(chosen), 0.0).sum(-1)
     return topk_idx, weights
@@ -80,7 +82,7 @@ def moe_experts(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Te
 
 def _experts_dense(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
     experts = node["gate_proj"].shape[0]
-    index = ops.arange(0, experts, dtype=ms.int32).reshape(1, 1, -1)
+    index = iota(experts).reshape(1, 1, -1)
     hit = (topk_idx.expand_dims(-1) == index).astype(weights.dtype)  # [T, K, E]
     mixture = (hit * weights.expand_dims(-1)).sum(1)  # [T, E]
     rows = ops.broadcast_to(x.expand_dims(0), (experts, *x.shape))  # [E, T, D]
@@ -100,7 +102,7 @@ def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[st
         place = None
     else:
         place, block_expert = place_pairs(topk_idx.reshape(-1), experts, block_rows, num_blocks)
-        token_of_pair = ops.arange(0, tokens * chosen, dtype=ms.int32) // chosen
+        token_of_pair = iota(tokens * chosen) // chosen
         source = ops.full((num_blocks * block_rows,), tokens, dtype=ms.int32)  # empty places read the zero row
         source = ops.tensor_scatter_update(source, place.expand_dims(-1), token_of_pair)
         padded = ops.concat((x, ops.zeros((1, features), x.dtype)), 0)
@@ -135,7 +137,7 @@ def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_block
     expert_of_pair [T*K] int32 -> place [T*K] int32 in [0, N*M), block_expert [N] int32. Stable, no sort: a running
     count per expert.
     """
-    index = ops.arange(0, experts, dtype=ms.int32)
+    index = iota(experts)
     hit = (expert_of_pair.expand_dims(-1) == index).astype(ms.int32)  # [T*K, E]
     running = ops.cumsum(hit, 0)
     rank_in_expert = (running * hit).sum(-1, dtype=ms.int32) - 1  # [T*K]
@@ -143,7 +145,7 @@ def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_block
     block_end = ops.cumsum(blocks, 0)
     block_start = block_end - blocks
     place = (hit * block_start).sum(-1, dtype=ms.int32) * block_rows + rank_in_expert
-    block = ops.arange(0, num_blocks, dtype=ms.int32).expand_dims(-1)
+    block = iota(num_blocks).expand_dims(-1)
     block_expert = (block >= block_end).astype(ms.int32).sum(-1, dtype=ms.int32)  # unused blocks at the end count all E
     return place, ops.minimum(block_expert, experts - 1).astype(ms.int32)
 

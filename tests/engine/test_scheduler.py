@@ -107,8 +107,8 @@ def test_short_prompts_pass_a_long_one_in_prefill_every_second_time() -> None:
 
 
 def test_what_is_left_of_a_short_prompt_goes_before_another_short_one() -> None:
-    world = make_world(block_size=16, num_blocks=200, chunk_sizes=(64, 512))
-    world.add(world.new(distinct(2500), 1))
+    world = make_world(block_size=16, num_blocks=300, chunk_sizes=(64, 512))
+    world.add(world.new(distinct(3100), 1))
     world.add(*(FakeSequence(id_, distinct(70, 9000 * id_), 71) for id_ in (1, 2)))  # cheaper as 64 + 6 than as 512
     assert history(world, 8) == ["p0", "p1", "p0", "p1", "p0", "p2", "p0", "p2"]
 

@@ -114,6 +114,8 @@ def test_json_has_one_type_of_number():
         ({"min_p": -1}, "min_p"),
         ({"top_k": -2}, "top_k"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 101}, "repetition_penalty"),
+        ({"top_k": 10**30}, "top_k"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": "1"}, "frequency_penalty"),
         ({"seed": 1.5}, "seed"),

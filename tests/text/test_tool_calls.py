@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msds.errors import PromptError
 from msds.text.chat import ChatTemplate
+from msds.text.detokenizer import Detokenizer
 from msds.text.reasoning import ReasoningParser, Start
-from msds.text.tools import LAYOUTS, ToolCallParser, find_layout, mentions_tools, with_tools
+from msds.text.tools import (
+    LAYOUTS,
+    CallHistory,
+    ToolCallParser,
+    find_layout,
+    mentions_tools,
+    prepare_templates,
+    with_tools,
+)
 from msds.text.tools.json_scan import JsonScanner, Scan
 from tests.text import tiny
 
@@ -226,6 +236,23 @@ def test_think_then_call():
         assert [call.name for delta in calls for call in delta.calls if call.name] == ["f"]
 
 
+@pytest.mark.parametrize("layout", [V3, V31, QWEN], ids=lambda layout: layout.name)
+def test_every_byte_and_every_token(layout):
+    arguments = json.dumps(OBJECTS[4], ensure_ascii=False)
+    text = write(layout, [("f", arguments), ("g", "{}")], before="你好 ")
+    want = ("你好", [("call_0", "f", arguments), ("call_1", "g", "{}")], False)
+    real = tiny.real("deepseek-r1")
+    small = tiny.byte_level()
+    by_bytes = {small.token_bytes(id_): id_ for id_ in range(small.vocab_size)}
+    for tokenizer, ids in [
+        (small, [by_bytes[bytes([byte])] for byte in text.encode()]),
+        (real, real.encode(text, bos=False)),
+    ]:
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.push((id_,)) for id_ in ids] + [detokenizer.finish()]
+        assert read(layout, pieces) == want
+
+
 # the real templates
 
 TEMPLATES = {
@@ -318,3 +345,54 @@ def test_tools_reach_the_prompt(name):
 def test_with_tools_leaves_a_template_that_knows_them():
     assert with_tools("{% for t in tools %}{{ t }}{% endfor %}", QWEN) == "{% for t in tools %}{{ t }}{% endfor %}"
     assert not mentions_tools("tools {{ message['tools'] }} {% if m.tool_calls %}{% endif %}")
+
+
+def test_prepared_templates():
+    plain = "{{ messages }}"
+    assert prepare_templates({"default": plain}) == ({"default": plain}, None)
+    v31 = "{{ '<｜tool▁call▁begin｜>' + call + '<｜tool▁sep｜>' }}"
+    sources, layout = prepare_templates({"default": v31})
+    assert layout is V31
+    assert sources == {"default": v31, "tool_use": with_tools(v31, V31)}
+    knows = v31 + "{% if tools %}{% endif %}"
+    assert prepare_templates({"default": plain, "tool_use": knows}) == ({"default": plain, "tool_use": knows}, V31)
+
+
+def call_message(content):
+    call = {"id": "x", "type": "function", "function": {"name": "get_it", "arguments": '{"a": 1}'}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize("name", [name for name, layout in TEMPLATES.items() if layout])
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_earlier_calls_are_shown_whatever_the_content(name, content):
+    template = ChatTemplate({"default": real_template(name)}, tiny.byte_level())
+
+    def render(messages):
+        return template.render(messages, add_generation_prompt=False)
+
+    history = CallHistory(render)
+    assert history.is_supported
+    text = render(history.fit([{"role": "user", "content": "Hi"}, call_message(content)]))
+    assert "get_it" in text
+    assert (content or "") in text
+    assert text.index("Hi") < text.index("get_it")
+
+
+def test_forms_of_earlier_calls():
+    def only_null(messages):  # as DeepSeek V3's
+        return str([m if m["content"] is None else m["content"] for m in messages])
+
+    history = CallHistory(only_null)
+    user = {"role": "user", "content": "Hi"}
+    assert history.fit([user, call_message(None)]) == [user, call_message(None)]
+    assert history.fit([call_message("")]) == [call_message(None)]
+    assert history.fit([call_message("a")]) == [{"role": "assistant", "content": "a"}, call_message(None)]
+
+    def never(messages):
+        return str([m["content"] for m in messages])
+
+    assert not CallHistory(never).is_supported
+    assert CallHistory(never).fit([user]) == [user]
+    with pytest.raises(PromptError, match=r"messages\[1\].tool_calls"):
+        CallHistory(never).fit([user, call_message("a")])

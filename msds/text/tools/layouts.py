@@ -2,7 +2,7 @@
 
 | layout | text of a call | templates |
 |---|---|---|
-| deepseek_v3 | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, fenced JSON, `<｜tool▁call▁end｜>` | V3, R1, distills |
+| deepseek_v3 | `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, fenced JSON, `<｜tool▁call▁end｜>` | V3, R1 |
 | deepseek_v31 | `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>` | V3.1 |
 | qwen | `<tool_call>{"name": NAME, "arguments": {...}}</tool_call>` | Qwen2.5, Qwen3 |
 

@@ -7,8 +7,9 @@ publishes with V3.1 for this purpose; the layout in it is the template's own.
 """
 
 import re
+from collections.abc import Mapping
 
-from msds.text.tools.layouts import Layout
+from msds.text.tools.layouts import Layout, find_layout
 
 _EXPRESSION = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
 _TOOLS = re.compile(r"(?<![\w'\"])tools\b")
@@ -59,3 +60,15 @@ def with_tools(template: str, layout: Layout) -> str:
     text = _FORMAT.format(example=layout.example, chain=chain)
     quoted = "'" + text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n") + "'"
     return _PRELUDE.replace("FORMAT", quoted, 1) + template
+
+
+def prepare_templates(sources: Mapping[str, str]) -> tuple[dict[str, str], Layout | None]:
+    """A checkpoint's templates by name, completed so that tools reach the prompt, and the layout of its calls.
+
+    A layout of None means that the model cannot be offered tools; the templates are then as they were.
+    """
+    shown = sources.get("tool_use", sources["default"])
+    layout = find_layout(shown)
+    if layout is None or mentions_tools(shown):
+        return dict(sources), layout
+    return {**sources, "tool_use": with_tools(shown, layout)}, layout

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ from msds_serve.protocol.kinds import (
 from msds_serve.protocol.messages import MAX_PROMPT_IDS, messages, prompts
 from msds_serve.protocol.tools import response_format, tool_choice, tools
 
-MAX_TOKENS = 2**31 - 1
+MAX_TOKENS = 2**31 - 1  # counts are int32 on the device
 
 
 @dataclass(frozen=True)
@@ -120,9 +119,9 @@ def _sampling(limits: Limits) -> dict[str, Field]:
         # OpenAI's range. Nothing above 2 has a use, and a percentage typed for a fraction should not pass in silence.
         "temperature": Field(number(0, 2), "0 takes the most likely token. Default: the checkpoint's, else 1."),
         "top_p": Field(number(0, 1), "Keep the fewest most likely tokens with this probability together."),
-        "top_k": Field(integer(-1), "Keep this many most likely tokens; 0 or -1 keeps all."),
+        "top_k": Field(integer(-1, MAX_TOKENS), "Keep this many most likely tokens; 0 or -1 keeps all."),
         "min_p": Field(number(0, 1), "Keep tokens at least this many times as likely as the best one."),
-        "repetition_penalty": Field(number(0, math.inf, above=True), "Of tokens in prompt and output; 1 is off."),
+        "repetition_penalty": Field(number(0, 100, above=True), "Of tokens in prompt and output; 1 is off."),
         "presence_penalty": Field(number(-2, 2), "Subtracted once from the logits of tokens in the output."),
         "frequency_penalty": Field(number(-2, 2), "Subtracted once per occurrence in the output."),
         "seed": Field(integer(-(2**63), 2**64 - 1), "Same seed, prompt and parameters: same tokens."),

@@ -7,6 +7,7 @@ integer 3, as in JSON Schema; true and false are never numbers.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from msds_serve.protocol.errors import bad_request, clip
 Schema = dict[str, Any]
 
 MAX_TOKEN_ID = 2**31 - 1  # ids are int32 on the device
+_BIASED = re.compile("(0|[1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,8 @@ def integer(minimum: int, maximum: int | None = None) -> Kind:
 
 
 def number(minimum: float, maximum: float, *, above: bool = False) -> Kind:
-    """A finite number in a range; `above` leaves the minimum itself out. An infinite maximum is none."""
-    legal = f"a number {'>' if above else '>='} {minimum:g}"
-    if maximum < math.inf:
-        legal = f"a number from {minimum:g} to {maximum:g}"
+    """A finite number in a range; `above` leaves the minimum itself out."""
+    legal = f"a number {'above' if above else 'from'} {minimum:g}{' and up' if above else ''} to {maximum:g}"
 
     def check(value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -79,8 +79,7 @@ def number(minimum: float, maximum: float, *, above: bool = False) -> Kind:
             refuse(value, where, legal)
         return result
 
-    schema: Schema = {"type": "number", "exclusiveMinimum" if above else "minimum": minimum}
-    return Kind(schema | ({"maximum": maximum} if maximum < math.inf else {}), check)
+    return Kind({"type": "number", "exclusiveMinimum" if above else "minimum": minimum, "maximum": maximum}, check)
 
 
 def text(minimum: int = 0, maximum: int | None = None) -> Kind:
@@ -169,13 +168,11 @@ def token_biases(maximum: int) -> Kind:
         if not isinstance(value, dict) or len(value) > maximum:
             refuse(value, where, f"an object of at most {maximum} token ids and numbers")
         for key in value:
-            if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_TOKEN_ID):
+            if not _BIASED.fullmatch(key):
                 raise bad_request(f"{where} has the key {clip(key)}; keys are token ids such as '42'", param=where)
-        if len({int(key) for key in value}) < len(value):
-            raise bad_request(f"{where} names a token id twice", param=where)
         return {int(key): bias(item, f"{where}.{key}") for key, item in value.items()}
 
-    schema = {"type": "object", "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}, "maxProperties": maximum}
+    schema = {"type": "object", "propertyNames": {"pattern": f"^{_BIASED.pattern}$"}, "maxProperties": maximum}
     return Kind(schema | {"additionalProperties": bias.schema}, check)
 
 

@@ -1,0 +1,70 @@
+"""Error objects, and which exception becomes which."""
+
+import json
+
+import pytest
+
+from msds.errors import CheckpointError, PromptError, SamplingError
+from msds.sampling import SamplingParams
+from msds_serve.protocol import errors
+from msds_serve.protocol.errors import ApiError, clip, from_exception
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "type_", "code"),
+    [
+        (errors.bad_request("x", param="p"), 400, "invalid_request_error", None),
+        (errors.context_length_exceeded(5000, 4096), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.unauthorized(), 401, "invalid_request_error", "invalid_api_key"),
+        (errors.model_not_found("x", ("m",)), 404, "invalid_request_error", "model_not_found"),
+        (errors.route_not_found("GET", "/x"), 404, "invalid_request_error", "not_found"),
+        (errors.method_not_allowed("GET", ("POST",)), 405, "invalid_request_error", "method_not_allowed"),
+        (errors.too_large(1000), 413, "invalid_request_error", "request_too_large"),
+        (errors.unsupported_media_type("text/html"), 415, "invalid_request_error", "unsupported_media_type"),
+        (errors.overloaded(64, 3), 429, "rate_limit_error", "queue_full"),
+        (errors.server_error(), 500, "server_error", "internal_error"),
+        (errors.unavailable("draining"), 503, "server_error", "service_unavailable"),
+        (errors.timed_out(60), 504, "timeout_error", "request_timeout"),
+    ],
+)
+def test_bodies(error, status, type_, code):
+    assert error.status == status
+    body = json.loads(json.dumps(error.body()))
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["type"], body["error"]["code"]) == (type_, code)
+    assert body["error"]["message"]
+
+
+def test_numbers_and_headers_are_there():
+    assert "5000" in errors.context_length_exceeded(5000, 4096).message
+    assert "4096" in errors.context_length_exceeded(5000, 4096).message
+    assert errors.overloaded(64, 3).headers == {"Retry-After": "3"}
+    assert errors.unavailable("x").headers["Retry-After"]
+    assert errors.method_not_allowed("GET", ("POST",)).headers == {"Allow": "POST"}
+    assert "WWW-Authenticate" in errors.unauthorized().headers
+
+
+def test_exceptions():
+    with pytest.raises(SamplingError) as caught:
+        SamplingParams(top_p=3)
+    error = from_exception(caught.value)
+    assert (error.status, error.param) == (400, "top_p")
+    assert from_exception(PromptError("messages[0].content is null")).param == "messages"
+    assert from_exception(PromptError("the text has a lone surrogate")).param is None
+    own = ApiError(418, "x")
+    assert from_exception(own) is own
+    assert (from_exception(CheckpointError("shard 3 is damaged")).status) == 500
+    assert "shard 3" in from_exception(CheckpointError("shard 3 is damaged")).message
+    secret = from_exception(RuntimeError("/home/secret"))
+    assert secret.status == 500
+    assert "secret" not in secret.message
+
+
+def test_clip():
+    assert clip("a") == "'a'"
+    assert len(clip("a" * 1000)) < 110
+    assert clip([1, 2]) == "a list of 2"
+    assert clip({}) == "an object of 0"
+    assert clip(10**5000) == "an integer of 16610 bits"
+    assert clip(12) == "12"
