@@ -11,27 +11,19 @@ from msds.engine.sampler import TokenLogprobs
 from msds.text.reasoning import Start
 from msds.text.tools import LAYOUTS
 from msds_serve.protocol.answers import AnswerOptions, call_id, make_readers
-from msds_serve.protocol.errors import ApiError, server_error
-from msds_serve.protocol.logprobs import FLOOR, LegacyLogprobs, chat_entry, finite, prompt_entries
+from msds_serve.protocol.errors import ApiError
 from msds_serve.protocol.requests import StreamOptions
 from msds_serve.protocol.responses import (
     Head,
     chat_choice,
     chat_completion,
-    completion,
     completion_choice,
-    detokenized,
-    join_legacy,
-    model_list,
     response_id,
-    system_fingerprint,
-    tokenized,
     usage,
 )
-from msds_serve.protocol.streaming import DONE, ChatStream, CompletionStream, error_event, event
+from msds_serve.protocol.streaming import ChatStream
 
 HEAD = Head(id=response_id("chat", "r1"), created=1700000000, model="m", system_fingerprint="fp_1")
-TEXT_HEAD = Head(id=response_id("completion", "r1"), created=1700000000, model="m", system_fingerprint="fp_1")
 NO_USAGE, LAST_USAGE = StreamOptions(), StreamOptions(include_usage=True)
 V31 = LAYOUTS["deepseek_v31"]
 CALLS = V31.opening + "".join(
@@ -220,6 +212,10 @@ def test_constraint_begins_after_the_reasoning():
     reader.push(">")
     assert reader.constrain
     assert make_readers(options(start=Start.CLOSED), "x", 1)[0].constrain
+    (reader,) = make_readers(options(start=Start.MODEL), "x", 1)
+    assert not reader.constrain  # it may still think
+    reader.push("4")
+    assert reader.constrain
 
 
 def test_reasoning_tokens():
@@ -277,192 +273,3 @@ def test_chunks_after_the_end_are_a_bug():
     for call in (lambda: chat.push(0, "a"), lambda: chat.finish(0, "stop"), lambda: chat.push(1, "a")):
         with pytest.raises(RuntimeError, match="finished or does not exist"):
             call()
-
-
-# log-probabilities
-
-
-def test_chat_logprobs():
-    entry = chat_entry(TokenLogprobs(0xE4, float("-inf"), 9, ((65, -0.25), (300, float("nan")))), token_bytes, 2)
-    assert entry == {
-        "token": "\\xe4",
-        "logprob": FLOOR,
-        "bytes": [0xE4],
-        "top_logprobs": [
-            {"token": "A", "logprob": -0.25, "bytes": [65]},
-            {"token": "token_id:300", "logprob": FLOOR, "bytes": []},
-        ],
-    }
-    assert chat_entry(scored(65), token_bytes, 0)["top_logprobs"] == []
-    assert finite(1e-9) == 0.0
-
-
-def test_legacy_logprobs():
-    builder = LegacyLogprobs(token_bytes, 1, hidden={1})
-    prompt = builder.push([1, 0xE4], [None, scored(0xE4)])
-    answer = builder.push([0xBD, 0xA0, 65], [scored(0xBD), scored(0xA0), TokenLogprobs(65, -3.0, 2, ((66, -0.1),))])
-    assert join_legacy([prompt, answer]) == {
-        "tokens": ["\x01", "bytes:\\xe4", "bytes:\\xbd", "bytes:\\xa0", "A"],
-        "token_logprobs": [None, -0.5, -0.5, -0.5, -3.0],
-        "top_logprobs": [
-            None,
-            {"bytes:\\xe4": -0.5},
-            {"bytes:\\xbd": -0.5},
-            {"bytes:\\xa0": -0.5},
-            {"B": -0.1, "A": -3.0},
-        ],
-        "text_offset": [0, 0, 0, 0, 1],
-    }
-    with pytest.raises(ValueError, match="1 tokens have 0 entries"):
-        builder.push([1], [])
-
-
-def test_prompt_logprobs():
-    entries = prompt_entries([None, TokenLogprobs(65, -2.0, 7, ((66, -0.5),))], token_bytes)
-    assert entries == [
-        None,
-        {
-            "65": {"logprob": -2.0, "rank": 7, "decoded_token": "A"},
-            "66": {"logprob": -0.5, "rank": 1, "decoded_token": "B"},
-        },
-    ]
-    body = chat_completion(HEAD, [], usage(1, 0), prompt_logprobs=[None], token_bytes=token_bytes)
-    assert body["prompt_logprobs"] == [None]
-
-
-# completions
-
-
-def stream_text(texts, *, logprobs=True, echo=False, stream=LAST_USAGE):
-    builders = [LegacyLogprobs(token_bytes, 2) for _ in texts] if logprobs else None
-    run = CompletionStream(TEXT_HEAD, stream, num_choices=len(texts), prompt_tokens=2, logprobs=builders)
-    chunks = []
-    for choice in range(len(texts) if echo else 0):
-        chunks += run.echo(choice, "Hi", [72, 105], [None, scored(105)] if logprobs else None)
-    for choice, text in enumerate(texts):
-        for character in text:
-            *held, last = character.encode()
-            for id_ in held:
-                chunks += run.push(choice, "", [id_], [scored(id_)] if logprobs else None)
-            chunks += run.push(choice, character, [last], [scored(last)] if logprobs else None)
-        chunks += run.finish(choice, "length")
-    return chunks + run.close()
-
-
-@pytest.mark.parametrize("echo", [False, True])
-def test_completion_streams(echo):
-    chunks = stream_text(["a你", ""], echo=echo)
-    *chunks, last = chunks
-    assert last["usage"] == usage(2, 4)
-    texts, pieces, ends = ["", ""], [[], []], [[], []]
-    for chunk in chunks:
-        (choice,) = chunk["choices"]
-        texts[choice["index"]] += choice["text"]
-        pieces[choice["index"]] += [choice["logprobs"]] if choice["logprobs"] else []
-        ends[choice["index"]].append(choice["finish_reason"])
-    before = "Hi" if echo else ""
-    assert texts == [before + "a你", before]
-    for reasons in ends:
-        assert reasons[-1] == "length"
-        assert set(reasons[:-1]) <= {None}
-    whole = LegacyLogprobs(token_bytes, 2)
-    ids = list("Hia你".encode() if echo else "a你".encode())
-    entries = [scored(id_) for id_ in ids]
-    assert join_legacy(pieces[0]) == whole.push(ids, [None, *entries[1:]] if echo else entries)
-
-
-def test_completion_streams_without_logprobs():
-    chunks = stream_text(["ab"], logprobs=False, stream=StreamOptions())
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b", ""]
-    assert all(chunk["choices"][0]["logprobs"] is None and "usage" not in chunk for chunk in chunks)
-
-
-# framing, and the official client
-
-
-def test_events():
-    assert event({"a": "你\n"}) == 'data: {"a":"你\\n"}\n\n'.encode()
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        event({"a": float("nan")})
-
-
-def client(body, content_type):
-    openai = pytest.importorskip("openai")
-    import httpx2
-
-    def answer(request):
-        return httpx2.Response(200, content=body, headers={"content-type": content_type})
-
-    transport = httpx2.MockTransport(answer)
-    return openai.OpenAI(
-        api_key="k", base_url="http://msds/v1", http_client=httpx2.Client(transport=transport), max_retries=0
-    )
-
-
-def ask(body, content_type="text/event-stream"):
-    with client(body, content_type) as openai:
-        answer = openai.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "Hi"}], stream=content_type == "text/event-stream"
-        )
-        return list(answer) if content_type == "text/event-stream" else answer
-
-
-def test_the_official_client_reads_a_stream():
-    text = f"hm</think>Look: {CALLS}"
-    chunks = stream_chat(options(), [text], stream=StreamOptions(include_usage=True))
-    read = ask(b"".join(map(event, chunks)) + DONE)
-    assert [chunk.model_dump(exclude_unset=True) for chunk in read] == chunks
-    assert "".join(c.choices[0].delta.content or "" for c in read if c.choices) == "Look:"
-    assert read[-1].usage.completion_tokens_details.reasoning_tokens == len("hm</think>")
-
-
-def test_the_official_client_raises_an_error_in_a_stream():
-    openai = pytest.importorskip("openai")
-    chunks = stream_chat(options(), ["hm"])[:1]
-    with pytest.raises(openai.APIError, match="the step failed"):
-        ask(b"".join(map(event, chunks)) + error_event(server_error("the step failed")) + DONE)
-
-
-def test_the_official_models_accept_everything():
-    pytest.importorskip("openai")
-    from openai.types import Completion, Model
-    from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
-    texts = TEXTS
-    for answers in (options(), options(top_logprobs=None, layout=None, include_reasoning=False)):
-        whole = whole_chat(answers, texts)
-        assert ChatCompletion.model_validate(whole).model_dump(exclude_unset=True) == whole
-        for chunk in stream_chat(answers, texts, stream=StreamOptions(True, True)):
-            assert ChatCompletionChunk.model_validate(chunk).model_dump(exclude_unset=True) == chunk
-    for chunk in stream_text(["a你", "b"]):
-        if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
-            chunk["choices"][0]["finish_reason"] = "stop"  # the client has one type for chunks and wholes
-        Completion.model_validate(chunk)
-    logprobs = LegacyLogprobs(token_bytes, 2).push([65], [scored(65)])
-    body = completion(TEXT_HEAD, [completion_choice(0, "A", "stop", logprobs=logprobs)], usage(1, 1))
-    assert Completion.model_validate(body).model_dump(exclude_unset=True) == body
-    models = model_list(["m", "alias"], created=1, max_model_len=4096)
-    assert [Model.model_validate(model).id for model in models["data"]] == ["m", "alias"]
-    assert models["data"][1]["root"] == "m"
-
-
-def test_the_official_client_reads_a_whole_answer():
-    body = whole_chat(options(), ["hm</think>4"])
-    answer = ask(json.dumps(body).encode(), "application/json")
-    assert answer.choices[0].message.content == "4"
-    assert answer.choices[0].message.reasoning_content == "hm"
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
-
-
-def test_fingerprint_and_small_bodies():
-    one = system_fingerprint({"version": "1", "dtype": "float32"})
-    assert one == system_fingerprint({"dtype": "float32", "version": "1"})
-    assert one != system_fingerprint({"dtype": "bfloat16", "version": "1"})
-    assert one.startswith("fp_")
-    assert tokenized([65, 300], max_model_len=9, token_bytes=token_bytes) == {
-        "count": 2,
-        "max_model_len": 9,
-        "tokens": [65, 300],
-        "token_strs": ["A", "token_id:300"],
-    }
-    assert detokenized("a") == {"prompt": "a"}

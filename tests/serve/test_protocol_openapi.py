@@ -11,7 +11,8 @@ from msds_serve.protocol.fields import Limits, chat_table, completion_table, det
 from msds_serve.protocol.openapi import openapi
 from msds_serve.protocol.requests import StreamOptions
 from msds_serve.protocol.responses import detokenized, model_list, tokenized
-from tests.serve.test_protocol_answers import TEXTS, options, stream_chat, stream_text, token_bytes, whole_chat
+from tests.serve.test_protocol_answers import TEXTS, options, stream_chat, token_bytes, whole_chat
+from tests.serve.test_protocol_completions import stream_text
 
 DOCUMENT = openapi(version="1.0", models=["m", "alias"], keys=True)
 SCHEMAS = DOCUMENT["components"]["schemas"]

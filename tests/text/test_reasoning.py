@@ -119,6 +119,9 @@ def test_start_where_a_user_types_markers():
     for suffix, want in [("", Start.CLOSED), ("{# <think> #}", Start.MODEL), ("<think>\nWell,", Start.OPEN)]:
         template = ChatTemplate({"default": source + suffix}, tokenizer)
         assert start_after(template.encode(typed), tokenizer, source + suffix) is want
+    for earlier in ("<think>", "</think>"):  # cut, or left in the history: only the open turn counts
+        ids = tokenizer.encode(f"<｜Assistant｜>{earlier}a<｜User｜>b<｜Assistant｜>")
+        assert start_after(ids, tokenizer, "<think>") is Start.MODEL
     assert start_after(tokenizer.encode("<think>\n\n</think>\n\n"), tokenizer, "") is Start.CLOSED
     assert start_after([], tokenizer, "") is Start.CLOSED
 
