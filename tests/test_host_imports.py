@@ -16,6 +16,8 @@ HOST_MODULES = [
     "msds.model",
     "msds.presets",
     "msds.text.chat",
+    "msds.text.reasoning",
+    "msds.text.tools",
     "msds.text.tokenizer",
     "msds.verify",
     "msds_graphs",
@@ -26,6 +28,10 @@ HOST_MODULES = [
     "msds_ops",
     "msds_ops.random",
     "msds_serve.cli",
+    "msds_serve.protocol.openapi",
+    "msds_serve.protocol.requests",
+    "msds_serve.protocol.responses",
+    "msds_serve.protocol.streaming",
 ]
 
 
