@@ -257,6 +257,28 @@ def test_misuse_is_an_error() -> None:
             late(step)
 
 
+def test_tokens_may_come_only_where_the_chunk_was_the_last() -> None:
+    world = make_world()
+    sequence = world.new(distinct(20), 5)
+    world.add(sequence)
+    step = world.schedule()
+    assert step is not None
+    sequence.token_ids.append(7)
+    with pytest.raises(RuntimeError, match="grew by 1 tokens in a step for 0 to 0"):
+        world.scheduler.commit(step)
+
+
+def test_what_an_aborted_sequence_got_from_its_last_step_does_not_matter() -> None:
+    world = make_world()
+    sequence = world.new(distinct(4), 5)
+    world.add(sequence)
+    world.schedule()
+    world.abort(sequence.id)
+    sequence.token_ids += [1, 2, 3, 4]
+    world.run()
+    assert world.scheduler.stats.free_blocks == world.pool.num_usable
+
+
 def test_a_sequence_that_should_have_been_finished_is_an_error() -> None:
     world = make_world()
     sequence = world.new([1], 1)
