@@ -297,7 +297,7 @@ def test_call(llm: msds.LLM, fault: str) -> None:
     with pytest.raises(kind, match=f"(?s){message}"):
         call(llm)
     assert not llm.engine.has_work  # nothing is left waiting
-    assert llm.engine.pool.num_free == llm.engine.pool.num_usable
+    assert llm.engine.stats.referenced_blocks == 0
 
 
 def test_template_faults(tiny: Callable[..., Path], tmp_path: Path) -> None:

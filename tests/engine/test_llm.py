@@ -28,7 +28,7 @@ def llm(tiny):
 def _every_block_is_free_afterwards(llm):
     yield
     assert not llm.engine.has_work
-    assert llm.engine.pool.num_free == llm.engine.pool.num_usable
+    assert llm.engine.stats.referenced_blocks == 0
 
 
 def ids_of(outputs):
@@ -194,7 +194,7 @@ class TestStreaming:
 
         with pytest.raises(error):
             llm.generate(PROMPTS, GREEDY, on_text=interrupt)
-        assert llm.engine.pool.num_free == llm.engine.pool.num_usable
+        assert llm.engine.stats.referenced_blocks == 0
         assert ids_of(llm.generate(PROMPTS, GREEDY)) == before
 
 
