@@ -51,7 +51,7 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(contexts=(128, 528), steps=4, rounds=2, generated=8)
+QUICK = Plan(contexts=(128,), steps=4, rounds=2, generated=4)  # one context shape, so few compilations
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -62,8 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = read_config(folder)
     plan = QUICK if options.quick else FULL
     rounds = options.rounds or plan.rounds
+    if max_context(config) < plan.prefill:
+        sys.exit(f"{folder} has a context of {max_context(config)} tokens: too few for a prefill of {plan.prefill}")
     contexts = [context for context in plan.contexts if context <= max_context(config)]
-    setting = Setting(folder, options.threads, max(contexts), max(plan.batches), config.vocab_size)
+    longest = max(plan.prefill, *contexts)
+    setting = Setting(folder, options.threads, longest, max(plan.batches), config.vocab_size)
     described = {"model": options.model, **machine.describe(options.threads)}
     machine.warn_if_busy()
     _say("memory bandwidth")

@@ -67,7 +67,10 @@ class Engine(Protocol):
         """`count` steps of the first `batch` texts, which hold `start` tokens before and after."""
 
     def generate(self, batch: int, prompt: int, count: int) -> float:
-        """Seconds of the engine's own greedy generation of `count` tokens after `prompt` ones, no early end."""
+        """Seconds of the engine's own greedy generation of `count` tokens after `prompt` ones, no early end.
+
+        Every call has new prompts, the same for both engines: msds would find repeated ones in its prefix cache.
+        """
 
 
 class MsdsEngine:
@@ -76,6 +79,7 @@ class MsdsEngine:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.texts = setting.texts()
+        self.prompts = np.random.default_rng(1)
         self.tables: list[tuple[int, ...]] = []
         self.filled = 0
         self.llm: Any = None
@@ -99,9 +103,14 @@ class MsdsEngine:
             progress=False,
         )
         seconds = time.perf_counter() - start
-        pool = self.llm.engine.pool
-        per_text = pool.blocks_for(self.setting.max_len)
-        self.tables = [pool.allocate(per_text) for _ in range(self.setting.max_batch)]
+        runner, setting = self.llm.engine.runner, self.setting
+        per_text = -(-setting.max_len // runner.block_size)
+        firsts = [1 + text * per_text for text in range(setting.max_batch)]
+        if firsts[-1] + per_text > runner.num_blocks:
+            raise RuntimeError(
+                f"{runner.num_blocks} cache blocks are too few for {setting.max_batch} texts: free memory"
+            )
+        self.tables = [tuple(range(first, first + per_text)) for first in firsts]
         return seconds
 
     def compile(self) -> list[tuple[str, float]]:
@@ -149,10 +158,9 @@ class MsdsEngine:
     def generate(self, batch: int, prompt: int, count: int) -> float:
         import msds
 
-        while self.tables:  # the engine serves from the same cache
-            self.llm.engine.pool.release(self.tables.pop())
+        self.filled = 0  # the engine serves from the same cache
         sampling = msds.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        prompts = self.texts[:batch, :prompt].tolist()
+        prompts = self.prompts.integers(2, self.setting.vocab_size, (batch, prompt)).tolist()
         return _seconds(self.llm.generate, prompts, sampling)
 
     def bytes_per_token(self) -> tuple[int, int]:
@@ -189,6 +197,7 @@ class TransformersEngine:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.texts = setting.texts()
+        self.prompts = np.random.default_rng(1)
         self.model: Any = None
         self.caches: dict[int, Any] = {}  # by batch
 
@@ -240,7 +249,7 @@ class TransformersEngine:
     def generate(self, batch: int, prompt: int, count: int) -> float:
         import torch
 
-        ids = torch.from_numpy(self.texts[:batch, :prompt])
+        ids = torch.from_numpy(self.prompts.integers(2, self.setting.vocab_size, (batch, prompt)))
         mask = torch.ones_like(ids)
         lengths = {"min_new_tokens": count, "max_new_tokens": count}
         return _seconds(self.model.generate, ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
