@@ -20,7 +20,7 @@ from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.weights import settle_mtp
 from msds_graphs.plan import Plan
-from msds_graphs.trees import tree_flatten
+from msds_graphs.trees import Tree, tree_flatten
 
 Prompt = str | Sequence[int]
 TextListener = Callable[[int, int, str], None]
@@ -63,6 +63,7 @@ class LLM:
             folder, dtype=self.options.dtype, mtp=False, plan=plan, check_sha256=check_sha256, progress=progress
         )
         self.engine = self._build_engine(num_blocks)
+        self.num_weight_updates = 0
         if warm_up:
             self.warm_up(progress=progress)
 
@@ -101,7 +102,7 @@ class LLM:
         """
         conversations = _as_conversations(messages)
         token_ids = [
-            self.model.chat_template.encode(conversation, tools=tools, template_kwargs=chat_template_kwargs)
+            self.model.chat.encode(conversation, tools=tools, template_kwargs=chat_template_kwargs)
             for conversation in conversations
         ]
         return self._run(token_ids, self._params_for(sampling, len(token_ids)), on_text)
@@ -113,6 +114,16 @@ class LLM:
     def warm_up(self, *, progress: bool | None = None) -> None:
         """Compile every planned shape; prints a table of buckets, seconds and padding unless progress is False."""
         self.engine.runner.warm_up(None if progress is False else print)
+
+    def update_weights(self, tree: Tree) -> None:
+        """New weights without recompiling: the canonical tree (`msds.load(...)`'s spec) as NumPy arrays.
+
+        Checked as a whole before anything changes (CheckpointError). What is being generated goes on, recomputed; the
+        first token after the return comes from the new weights. Call it between steps, from the thread that generates.
+        """
+        self.model.update_weights(tree)
+        self.engine.invalidate()
+        self.num_weight_updates += 1
 
     def _run(
         self, token_ids: Sequence[Sequence[int]], params: Sequence[SamplingParams], on_text: TextListener | None
@@ -186,7 +197,9 @@ class LLM:
             decode_buckets=decode_buckets,
         )
         chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
-        policy = SchedulerPolicy(max_num_seqs=options.max_num_seqs, chunk_sizes=chunk_sizes)
+        policy = SchedulerPolicy(
+            max_num_seqs=options.max_num_seqs, chunk_sizes=chunk_sizes, max_waiting=options.max_waiting
+        )
         return Engine(runner, max_model_len=self.max_model_len, policy=policy)
 
 
@@ -220,4 +233,4 @@ def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
 def _set_threads(count: int) -> None:
     import mindspore as ms
 
-    ms.set_context(runtime_num_threads=count)
+    ms.device_context.cpu.op_tuning.threads_num(count)

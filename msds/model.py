@@ -15,12 +15,13 @@ from msds.config import GenerationConfig, ModelConfig, max_context, read_config,
 from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
 from msds.models import model_functions
 from msds.options import EngineOptions
-from msds.text.chat import ChatTemplate
+from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import load_weights, settle_mtp, stored_skips
+from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree
+from msds_graphs.trees import Tree, tree_flatten, tree_flatten_as, tree_unflatten
 from msds_ops import IMPLEMENTATIONS
 
 
@@ -45,20 +46,20 @@ class Model:
         self.dtype = dtype
         self.params = bind(functions.derive(params, config=config), fresh_prefix("params"))
         self.tokenizer: Tokenizer | None = Tokenizer.open(folder) if has_tokenizer(folder) else None
-        self._chat_template: ChatTemplate | None = None
+        self._chat: ChatFormat | None = None
         self.generation: GenerationConfig = read_generation_config(folder)
         self._forward: Any = None
 
     @property
-    def chat_template(self) -> ChatTemplate:
-        """The folder's chat template, compiled on first use; TokenizerError where there is none."""
-        if self._chat_template is None:
+    def chat(self) -> ChatFormat:
+        """How conversations are written, opened on first use; TokenizerError where there is no chat template."""
+        if self._chat is None:
             if self.tokenizer is None:
                 raise TokenizerError(
                     f"{self.folder} has no tokenizer: chat needs one; prompts of token ids work without"
                 )
-            self._chat_template = ChatTemplate.open(self.folder, self.tokenizer)
-        return self._chat_template
+            self._chat = ChatFormat.open(self.folder, self.tokenizer)
+        return self._chat
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -94,6 +95,29 @@ class Model:
         }
         logits: npt.NDArray[np.float32] = self._compiled_forward()(batch)["logits"][0]
         return logits
+
+    def update_weights(self, tree: Tree) -> None:
+        """Put new weights into every compiled step, without compiling: NumPy arrays in the canonical tree of `spec`.
+
+        The whole tree is checked before anything changes: CheckpointError for another structure, shape or dtype, or a
+        value that is not finite.
+        """
+        from msds_graphs.binding import assign
+
+        try:
+            leaves, structure = tree_flatten(self.functions.spec(self.config, self.dtype))
+            values = tree_flatten_as(structure, tree, "the new weights")
+        except GraphError as error:
+            raise CheckpointError(f"new weights do not fit the model: {error}") from None
+        for path, spec, value in zip(structure.paths(), leaves, values, strict=True):
+            if not isinstance(value, np.ndarray) or value.shape != spec.shape or str(value.dtype) != spec.dtype:
+                got = f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
+                raise CheckpointError(
+                    f"new weights at {path}: {got} is given, {spec.dtype} {list(spec.shape)} is needed"
+                )
+            if not np.isfinite(value).all():
+                raise CheckpointError(f"new weights at {path} hold a value that is not finite")
+        assign(self.params, self.functions.derive(tree_unflatten(structure, values), config=self.config))
 
     def _compiled_forward(self) -> Any:
         if self._forward is None:

@@ -22,6 +22,7 @@ class EngineOptions:
     block_size: tokens per cache block. Default 16.
     memory_fraction: share of the memory that is free before loading which weights and cache may take. Default 0.8.
     prefill_chunk: most prompt tokens computed in one step. Default 512.
+    max_waiting: answers that may wait for a place; more are refused. Default no bound.
     dtype: what weights and cache are kept in; "auto" is float32 on a CPU, where MindSpore has no bfloat16 products.
     threads: CPU threads of the graphs; default all cores.
     """
@@ -31,13 +32,14 @@ class EngineOptions:
     block_size: int = 16
     memory_fraction: float = 0.8
     prefill_chunk: int = 512
+    max_waiting: int | None = None
     dtype: str = "auto"
     threads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "prefill_chunk"):
             _check_count(name, getattr(self, name))
-        for name in ("max_model_len", "threads"):
+        for name in ("max_model_len", "threads", "max_waiting"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         fraction = self.memory_fraction

@@ -94,6 +94,10 @@ class Engine:
             self._scheduler.abort(sequence.id)
             self._drop(sequence)
 
+    def invalidate(self) -> None:
+        """Weights have changed: what running answers have cached is computed again, and no old block is reused."""
+        self._scheduler.invalidate()
+
     def step(self) -> bool:
         """One graph call, a prefill chunk or a decode step; False when there is nothing to do."""
         for sequence_id in self._scheduler.expire(time.monotonic()):

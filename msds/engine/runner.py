@@ -66,6 +66,13 @@ class Runner:
         """One new token per row."""
         return self._run(self._decode, rows)
 
+    @property
+    def num_compiled(self) -> int:
+        """Graphs that MindSpore has compiled in this process."""
+        from msds_graphs.counter import compile_count
+
+        return compile_count()
+
     def warm_up(self, progress: Callable[[str], None] | None = print) -> None:
         """Compile every planned prefill and decode bucket, printing a table. Prompt log-probabilities compile apart."""
         self._prefill.warm_up(progress)

@@ -16,6 +16,7 @@ from msds.errors import MsdsError
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
 
+ENGINE_OPTIONS = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype", "check_sha256")
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(verbose=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_serve(commands)
     _add_verify(commands)
     _add_inspect(commands)
     _add_convert(commands)
@@ -75,6 +77,11 @@ def _add_generate(commands: Any) -> None:
     sampling.add_argument("--seed", metavar="S", type=int, help="the same seed gives the same tokens")
     sampling.add_argument("--n", metavar="N", type=int, help="answers to generate; default 1")
     sampling.add_argument("--stop", metavar="TEXT", action="append", help="text that ends the answer; may be repeated")
+    _add_engine(command)
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine")
     engine.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
     engine.add_argument("--memory-fraction", metavar="F", type=float, help="of the free memory; default 0.8")
@@ -82,7 +89,23 @@ def _add_generate(commands: Any) -> None:
     engine.add_argument("--threads", metavar="N", type=int, help="CPU threads; default all cores")
     engine.add_argument("--dtype", help="auto (default) or float32")
     _add_sha256(engine)
-    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def _add_serve(commands: Any) -> None:
+    command = _add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
+    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
+    command.add_argument(
+        "--served-model-name", metavar="NAME", nargs="+", help="names of the model; default the folder's name"
+    )
+    command.add_argument("--api-key", metavar="KEY", action="append", help="accepted API key; may be repeated")
+    command.add_argument("--max-num-seqs", metavar="N", type=int, help="answers decoded together; default 8")
+    command.add_argument("--max-waiting", metavar="N", type=int, default=256, help="answers that may wait; default 256")
+    command.add_argument("--max-body-bytes", metavar="N", type=int, help="default 8 MiB")
+    command.add_argument("--request-timeout", metavar="SECONDS", type=float, help="default 600; 0 for none")
+    command.add_argument("--drain-seconds", metavar="SECONDS", type=float, help="wait on SIGTERM; default 30")
+    _add_engine(command)
 
 
 def _add_verify(commands: Any) -> None:
@@ -122,8 +145,7 @@ def _generate(options: argparse.Namespace) -> int:
     from msds import LLM
 
     explicit = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop")
-    engine = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype", "check_sha256")
-    llm = LLM(options.model, progress=False if options.json else None, **_given(options, engine))
+    llm = LLM(options.model, progress=False if options.json else None, **_given(options, ENGINE_OPTIONS))
     sampling = llm.default_sampling(**_given(options, explicit))
     streams = not options.json and sampling.n == 1
     show = (lambda prompt, choice, text: print(text, end="", flush=True)) if streams else None
@@ -140,6 +162,24 @@ def _generate(options: argparse.Namespace) -> int:
         if output.error is not None:
             print(f"msds: error: {output.error}", file=sys.stderr)
     return EXIT_FAILED if any(output.error is not None for output in outputs) else EXIT_OK
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from msds_serve.run import serve
+
+    engine = (*ENGINE_OPTIONS, "max_num_seqs", "max_waiting")
+    service = _given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
+    if service.get("request_timeout") == 0:
+        service["request_timeout"] = None
+    names = tuple(options.served_model_name or (os.path.basename(os.path.abspath(options.model)),))
+    serve(
+        options.model,
+        host=options.host,
+        port=options.port,
+        engine=_given(options, engine),
+        service={"model_names": names, "api_keys": tuple(options.api_key or ()), **service},
+    )
+    return EXIT_OK
 
 
 def _output_json(output: Output) -> dict[str, Any]:

@@ -203,7 +203,7 @@ class TestChat:
 
     def test_a_conversation_is_its_rendered_prompt(self, llm):
         answer = llm.chat(self.MESSAGES, GREEDY)[0]
-        rendered = llm.model.chat_template.encode(self.MESSAGES)
+        rendered = llm.model.chat.encode(self.MESSAGES)
         assert rendered.count(0) == 1  # begins once
         assert answer.usage.prompt_tokens == len(rendered)
         assert llm.generate(rendered, GREEDY)[0].token_ids == answer.token_ids

@@ -93,6 +93,6 @@ def _run_msds(folder: Path, reference: tuple[Answer, ...]) -> tuple[Answer, ...]
         assert output.logprobs is not None
         logprobs = np.array([entry.logprob for entry in output.logprobs])
         logits = llm.model.logits(theirs.prompt_ids + theirs.token_ids)
-        prompt_ids = tuple(llm.model.chat_template.encode(conversation))
+        prompt_ids = tuple(llm.model.chat.encode(conversation))
         answers.append(Answer(prompt_ids, output.token_ids, output.text, logprobs, logits))
     return tuple(answers)

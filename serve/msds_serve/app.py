@@ -1,0 +1,283 @@
+"""The Starlette application: routes, and what surrounds every request (keys, size, ids, log, errors)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from msds import __version__
+from msds_serve.chat import ChatRun
+from msds_serve.completions import CompletionRun
+from msds_serve.protocol.errors import (
+    ApiError,
+    from_exception,
+    method_not_allowed,
+    route_not_found,
+    too_large,
+    unauthorized,
+    unavailable,
+)
+from msds_serve.protocol.openapi import openapi
+from msds_serve.protocol.requests import parse_body, parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from msds_serve.protocol.responses import Head, detokenized, model_list, model_object, response_id, tokenized
+from msds_serve.protocol.streaming import DONE, MEDIA_TYPE, Chunk, error_event, event
+from msds_serve.service import Service
+
+access_log = logging.getLogger("msds.access")
+logger = logging.getLogger("msds")
+
+Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
+"""Paths that need no API key: probes, and the description of the service."""
+
+
+def create_app(service: Service) -> Starlette:
+    """The application, to run or to mount in another one; its lifespan starts and stops the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.stop()
+
+    routes = _Routes(service)
+    table: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("POST", "/v1/completions", routes.completions),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{name:path}", routes.model),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/metrics", routes.metrics),
+        ("GET", "/version", routes.version),
+        ("GET", "/openapi.json", routes.openapi),
+    ]
+    return Starlette(
+        routes=[Route(path, routes.guarded(handler), methods=[method]) for method, path, handler in table],
+        exception_handlers={HTTPException: routes.http_error},
+        lifespan=lifespan,
+    )
+
+
+class _Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def guarded(self, handler: Handler) -> Handler:
+        """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line."""
+
+        async def guard(request: Request) -> Response:
+            start = time.perf_counter()
+            request.state.id = uuid.uuid4().hex
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except ClientDisconnect:
+                response = Response(status_code=499)  # nobody reads it; the log shows it
+            except Exception as error:
+                response = self._error(error)
+            response.headers["x-request-id"] = request.state.id
+            self._log(request, response.status_code, time.perf_counter() - start)
+            return response
+
+        return guard
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """Routes that do not exist, and methods that a route does not take."""
+        assert isinstance(error, HTTPException)
+        if error.status_code == 405:
+            allowed = tuple((error.headers or {}).get("Allow", "").split(", "))
+            return self._error(method_not_allowed(request.method, allowed))
+        return self._error(route_not_found(request.method, request.url.path))
+
+    async def chat(self, request: Request) -> Response:
+        """Chat completions."""
+        parsed = parse_chat(await self._body(request), generation=self._service.llm.model.generation)
+        run = ChatRun(self._service, parsed, self._head("chat", request, parsed.model))
+        return await self._run(request, run, streams=parsed.stream is not None)
+
+    async def completions(self, request: Request) -> Response:
+        """Text completions."""
+        parsed = parse_completion(await self._body(request), generation=self._service.llm.model.generation)
+        run = CompletionRun(self._service, parsed, self._head("completion", request, parsed.model))
+        return await self._run(request, run, streams=parsed.stream is not None)
+
+    async def models(self, request: Request) -> Response:
+        """The names that requests may use."""
+        names, length = self._service.options.model_names, self._service.llm.max_model_len
+        return JSONResponse(model_list(names, created=self._service.created, max_model_len=length))
+
+    async def model(self, request: Request) -> Response:
+        """One of the names."""
+        name = request.path_params["name"]
+        self._service.check_model(name)
+        root, length = self._service.options.model_names[0], self._service.llm.max_model_len
+        return JSONResponse(model_object(name, root, self._service.created, length))
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a text or a conversation."""
+        parsed = parse_tokenize(await self._body(request))
+        self._service.check_model(parsed.model)
+        tokenizer = self._service.tokenizer
+        if parsed.messages is not None:
+            messages = parsed.messages
+            ids = await asyncio.to_thread(
+                lambda: self._service.chat.encode(
+                    messages,
+                    tools=parsed.tools or None,
+                    add_generation_prompt=parsed.add_generation_prompt,
+                    template_kwargs=parsed.template_kwargs,
+                )
+            )
+        else:
+            text = parsed.prompt or ""
+            ids = await asyncio.to_thread(lambda: tokenizer.encode(text, bos=parsed.add_special_tokens))
+        token_bytes = tokenizer.token_bytes if parsed.return_token_strs else None
+        return JSONResponse(tokenized(ids, max_model_len=self._service.llm.max_model_len, token_bytes=token_bytes))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        parsed = parse_detokenize(await self._body(request))
+        self._service.check_model(parsed.model)
+        decode = self._service.tokenizer.decode
+        return JSONResponse(detokenized(decode(parsed.tokens, skip_special_tokens=parsed.skip_special_tokens)))
+
+    async def health(self, request: Request) -> Response:
+        """The process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Warmed up and stepping; 503 with the reason otherwise."""
+        reason = self._service.unready_reason
+        if reason is not None:
+            raise unavailable(reason)
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Prometheus exposition."""
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        """Version of the software and fingerprint of the model."""
+        return JSONResponse({"version": __version__, "system_fingerprint": self._service.fingerprint})
+
+    async def openapi(self, request: Request) -> Response:
+        """The description of this service."""
+        names, keys = self._service.options.model_names, bool(self._service.options.api_keys)
+        return JSONResponse(openapi(version=__version__, models=names, keys=keys))
+
+    async def _run(self, request: Request, run: ChatRun | CompletionRun, *, streams: bool) -> Response:
+        reason = self._service.unready_reason
+        if reason is not None:
+            raise unavailable(reason)
+        await _unless_disconnected(request, run.prepare())
+        if not streams:
+            try:
+                return JSONResponse(await _unless_disconnected(request, run.answer()))
+            finally:
+                await run.close()
+        return StreamingResponse(self._events(run), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-cache"})
+
+    async def _events(self, run: ChatRun | CompletionRun) -> AsyncIterator[bytes]:
+        """Server-sent events; a failure under way is an event too. Closing it early aborts the answers."""
+        chunks: AsyncIterator[Chunk] = run.chunks()
+        try:
+            async for chunk in chunks:
+                yield event(chunk)
+        except Exception as error:
+            yield error_event(self._explained(error))
+        finally:
+            await run.close()
+        yield DONE
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        limit = self._service.options.max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large(limit)
+        received = bytearray()
+        async for part in request.stream():
+            received += part
+            if len(received) > limit:
+                raise too_large(limit)
+        return parse_body(bytes(received))
+
+    def _head(self, endpoint: str, request: Request, model: str) -> Head:
+        id_ = response_id(endpoint, request.state.id)
+        return Head(id=id_, created=int(time.time()), model=model, system_fingerprint=self._service.fingerprint)
+
+    def _check_key(self, request: Request) -> None:
+        keys = self._service.options.api_keys
+        if not keys or request.url.path in OPEN_PATHS:
+            return
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        # every key is compared, in constant time, so that timing tells nothing
+        matches = [hmac.compare_digest(sent.encode(), key.encode()) for key in keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise unauthorized()
+
+    def _error(self, error: Exception) -> Response:
+        failure = self._explained(error)
+        return JSONResponse(failure.body(), status_code=failure.status, headers=failure.headers)
+
+    def _explained(self, error: Exception) -> ApiError:
+        """The failure as the client sees it; what is our fault is logged with its traceback."""
+        failure = from_exception(error)
+        if failure.status >= 500 and not isinstance(error, ApiError):
+            logger.error("a request failed", exc_info=error)
+        self._service.metrics.errors.labels(code=failure.code or failure.type).inc()
+        return failure
+
+    def _log(self, request: Request, status: int, seconds: float) -> None:
+        route = request.scope.get("route")
+        endpoint = route.path if isinstance(route, Route) else request.url.path
+        self._service.metrics.requests.labels(endpoint=endpoint, status=str(status)).inc()
+        line = {
+            "id": request.state.id,
+            "method": request.method,
+            "path": request.url.path,
+            "status": status,
+            "ms": round(seconds * 1e3, 1),
+            "client": request.client.host if request.client else None,
+        }
+        access_log.info(json.dumps(line))
+
+
+async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves first; ClientDisconnect then."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        raise ClientDisconnect
+    finally:
+        watcher.cancel()
+        task.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has left; its body has been read already."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

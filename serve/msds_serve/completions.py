@@ -1,0 +1,176 @@
+"""/v1/completions: one or several prompts, each with `n` answers, as one JSON answer or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from msds.engine.async_engine import Update
+from msds.engine.sequence import GenerationSequence
+from msds.model import check_token_ids
+from msds_serve.metrics import TokenClock
+from msds_serve.protocol.errors import bad_request
+from msds_serve.protocol.logprobs import LegacyLogprobs, prompt_entries
+from msds_serve.protocol.requests import CompletionRequest
+from msds_serve.protocol.responses import Head, completion, completion_choice, join_legacy, usage
+from msds_serve.protocol.streaming import Chunk, CompletionStream
+from msds_serve.service import Service
+
+
+class CompletionRun:
+    """One completions request under way: `prepare`, then either `answer` or `chunks`."""
+
+    def __init__(self, service: Service, request: CompletionRequest, head: Head) -> None:
+        self._service = service
+        self._request = request
+        self._head = head
+        self._clocks: dict[int, TokenClock] = {}
+        self._num_choices = len(request.prompts) * request.params.n
+
+    async def prepare(self) -> CompletionRun:
+        """Encode and queue; everything that can be refused is refused here."""
+        request = self._request
+        self._service.check_model(request.model)
+        if request.response_format is not None:
+            raise bad_request("response_format other than text is not supported yet", param="response_format")
+        self._prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
+        self._sources = []
+        for index, ids in enumerate(self._prompts):
+            info = self._service.info(prompt_index=index, priority=request.priority)
+            self._sources.append(self._service.generate(ids, request.params, info))
+            self._clocks[index] = TokenClock(self._service.metrics, len(ids))
+        self._updates: asyncio.Queue[Update | BaseException | None] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._pump(source)) for source in self._sources]
+        try:
+            self._first = await self._next()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def answer(self) -> dict[str, object]:
+        """The whole text_completion."""
+        request = self._request
+        texts = [""] * self._num_choices
+        pieces: list[list[Any]] = [[] for _ in texts]
+        reasons: dict[int, str] = {}
+        builders, finished, completion_tokens, cached = self._builders(), {}, 0, dict[int, int]()
+        async for sequence, delta in self._all():
+            choice = self._choice(sequence)
+            if choice not in finished and not texts[choice] and not pieces[choice] and request.echo:
+                texts[choice], piece = self._echo(sequence, builders[choice])
+                pieces[choice] += piece
+            texts[choice] += delta.text
+            if delta.token_id is not None:
+                completion_tokens += 1
+                if request.legacy_logprobs is not None and delta.logprobs is not None:
+                    pieces[choice].append(builders[choice].push((delta.token_id,), (delta.logprobs,)))
+            if delta.finish_reason is not None:
+                reasons[choice], finished[choice] = delta.finish_reason, sequence
+                cached[sequence.info.prompt_index] = sequence.num_cached_tokens
+        choices = []
+        for index, text in enumerate(texts):
+            logprobs = join_legacy(pieces[index]) if request.legacy_logprobs is not None else None
+            choice_body = completion_choice(index, text, reasons[index], logprobs=logprobs)
+            if request.show_prompt_logprobs:
+                token_bytes = self._service.tokenizer.token_bytes
+                choice_body["prompt_logprobs"] = prompt_entries(finished[index].prompt_logprobs, token_bytes)
+            choices.append(choice_body)
+        prompt_tokens = sum(len(ids) for ids in self._prompts)
+        return completion(
+            self._head, choices, usage(prompt_tokens, completion_tokens, cached_tokens=sum(cached.values()))
+        )
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The stream's text_completion objects."""
+        request = self._request
+        assert request.stream is not None
+        builders = self._builders()
+        stream = CompletionStream(
+            self._head,
+            request.stream,
+            num_choices=self._num_choices,
+            logprobs=builders if request.legacy_logprobs is not None else None,
+            prompt_tokens=sum(len(ids) for ids in self._prompts),
+        )
+        begun: set[int] = set()
+        async for sequence, delta in self._all():
+            choice = self._choice(sequence)
+            if choice not in begun:
+                begun.add(choice)
+                if request.echo:
+                    ids = self._prompts[sequence.info.prompt_index]
+                    for chunk in stream.echo(choice, self._prompt_text(ids), ids, sequence.prompt_logprobs or None):
+                        yield chunk
+            token_ids = () if delta.token_id is None else (delta.token_id,)
+            entries = None if delta.logprobs is None else (delta.logprobs,)
+            for chunk in stream.push(choice, delta.text, token_ids, entries):
+                yield chunk
+            if delta.finish_reason is not None:
+                for chunk in stream.finish(choice, delta.finish_reason):
+                    yield chunk
+        for chunk in stream.close():
+            yield chunk
+
+    async def close(self) -> None:
+        """Give up what is still being generated."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._service.tokenizer.encode(prompt, bos=self._request.add_special_tokens)
+            if not ids:
+                raise bad_request("the prompt is empty and this model has no token to begin with", param="prompt")
+            return ids
+        check_token_ids(prompt, self._service.llm.model.config.vocab_size)
+        return list(prompt)
+
+    def _prompt_text(self, ids: list[int]) -> str:
+        skip = self._request.params.skip_special_tokens
+        return self._service.tokenizer.decode(ids, skip_special_tokens=skip)
+
+    def _echo(self, sequence: GenerationSequence, builder: LegacyLogprobs) -> tuple[str, list[Any]]:
+        ids = self._prompts[sequence.info.prompt_index]
+        pieces = [builder.push(ids, sequence.prompt_logprobs)] if self._request.legacy_logprobs is not None else []
+        return self._prompt_text(ids), pieces
+
+    def _builders(self) -> list[LegacyLogprobs]:
+        if self._request.legacy_logprobs is None:
+            return [LegacyLogprobs(lambda id_: b"", 0)] * self._num_choices
+        tokenizer = self._service.tokenizer
+        hidden = tokenizer.special_ids if self._request.params.skip_special_tokens else frozenset[int]()
+        top = self._request.legacy_logprobs
+        return [LegacyLogprobs(tokenizer.token_bytes, top, hidden) for _ in range(self._num_choices)]
+
+    def _choice(self, sequence: GenerationSequence) -> int:
+        return sequence.info.prompt_index * self._request.params.n + sequence.choice_index
+
+    async def _pump(self, source: AsyncIterator[Update]) -> None:
+        try:
+            async for update in source:
+                self._updates.put_nowait(update)
+            self._updates.put_nowait(None)
+        except Exception as error:
+            self._updates.put_nowait(error)
+
+    async def _next(self) -> Update | None:
+        """The next update of any prompt; None when a prompt has ended. Raises what a prompt raised."""
+        update = await self._updates.get()
+        if isinstance(update, BaseException):
+            raise update
+        return update
+
+    async def _all(self) -> AsyncIterator[Update]:
+        open_prompts, update = len(self._prompts), self._first
+        while open_prompts:
+            if update is None:
+                open_prompts -= 1
+            else:
+                if update[1].token_id is not None:
+                    self._clocks[update[0].info.prompt_index].tick(update[0].id)
+                yield update
+            if open_prompts:
+                update = await self._next()

@@ -1,0 +1,36 @@
+"""Run the service in this process: load, warm up, listen, and drain on SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn
+
+from msds.llm import LLM
+from msds_serve.app import create_app
+from msds_serve.service import Service, ServiceOptions
+
+
+def serve(path: str, *, host: str, port: int, engine: Mapping[str, Any], service: Mapping[str, Any]) -> None:
+    """Serve a checkpoint folder until SIGTERM or SIGINT; running requests are given drain_seconds to finish.
+
+    engine: options of `LLM`; service: fields of `ServiceOptions`. What is wrong with either, or with the checkpoint,
+    raises before the port is opened.
+    """
+    options = ServiceOptions(**service)
+    _log_to_stderr()
+    llm = LLM(path, **engine)
+    llm.engine.runner.warm_up(lambda line: print(line, file=sys.stderr, flush=True))
+    app = create_app(Service(llm, options))
+    logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], host, port)
+    drain = int(options.drain_seconds)
+    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
+
+
+def _log_to_stderr() -> None:
+    """One line per request, and what the engine says."""
+    for name in ("msds", "msds.access"):
+        logging.getLogger(name).setLevel(logging.INFO)

@@ -1,0 +1,197 @@
+"""What the HTTP surface stands on: one model behind an AsyncEngine, and how requests become prompts for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from msds import __version__
+from msds.engine.async_engine import AsyncEngine, Update
+from msds.engine.engine import EXPIRED
+from msds.engine.schedule_types import QueueFullError
+from msds.engine.sequence import GenerationSequence, RequestInfo
+from msds.errors import OptionError, TokenizerError
+from msds.llm import LLM
+from msds.sampling import SamplingParams
+from msds.text.chat_format import ChatFormat
+from msds.text.reasoning import Start
+from msds.text.tokenizer import Tokenizer
+from msds.text.tools import Layout
+from msds_serve.metrics import Metrics
+from msds_serve.protocol.errors import (
+    ApiError,
+    bad_request,
+    context_length_exceeded,
+    model_not_found,
+    overloaded,
+    server_error,
+    timed_out,
+)
+from msds_serve.protocol.requests import ChatRequest
+from msds_serve.protocol.responses import system_fingerprint
+
+RETRY_AFTER_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How the service behaves; engine options are the LLM's.
+
+    model_names: names that requests may use, the first is the model's own. api_keys: empty for none needed.
+    max_body_bytes: larger bodies are refused. request_timeout: seconds until a request is ended, None for never.
+    stall_seconds: a step longer than this turns /ready to 503. drain_seconds: how long a stop waits for requests.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 2**20
+    request_timeout: float | None = 600.0
+    stall_seconds: float = 60.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise OptionError(f"model_names is {self.model_names!r}: give at least one name, none of them empty")
+        if any(not key for key in self.api_keys):
+            raise OptionError("an API key is empty: leave it out, or every request would pass")
+        for name in ("max_body_bytes", "stall_seconds"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name} is {getattr(self, name)!r}: it must be above 0")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise OptionError(f"request_timeout is {self.request_timeout!r}: it must be above 0, or None for no limit")
+        if self.drain_seconds < 0:
+            raise OptionError(f"drain_seconds is {self.drain_seconds!r}: it must not be negative")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A rendered conversation: its token ids, where they leave the model, and the layout of calls to read."""
+
+    token_ids: list[int]
+    start: Start
+    layout: Layout | None
+
+
+class Service:
+    """One LLM, served. `start` before the first request, `stop` after the last."""
+
+    def __init__(self, llm: LLM, options: ServiceOptions) -> None:
+        self.llm = llm
+        self.options = options
+        self.engine = AsyncEngine(llm.engine, update=llm.update_weights)
+        self.metrics = Metrics(self)
+        self.created = int(time.time())
+        self.is_draining = False
+        self.is_warm = False
+        self._chat = self._open_chat()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; ApiError 400 where it has none."""
+        tokenizer = self.llm.model.tokenizer
+        if tokenizer is None:
+            raise bad_request("this model has no tokenizer: only prompts of token ids can be served", param="prompt")
+        return tokenizer
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything does that can change a seeded answer."""
+        model = self.llm.model
+        parts = {"msds": __version__, "config": model.config, "dtype": model.dtype, "plan": model.plan}
+        return system_fingerprint(parts | {"weights": self.llm.num_weight_updates})
+
+    @property
+    def unready_reason(self) -> str | None:
+        """Why requests cannot be served now, or None."""
+        if self.is_draining:
+            return "the server is shutting down"
+        if not self.engine.is_alive:
+            return "the engine is not running"
+        if not self.is_warm:
+            return "the server is warming up"
+        if self.engine.seconds_since_turn > self.options.stall_seconds:
+            return f"the engine has been in one step for {self.engine.seconds_since_turn:.0f} s"
+        return None
+
+    def start(self) -> None:
+        """Start the engine. Shapes that were not warmed up compile on first use."""
+        self.engine.start()
+        self.is_warm = True
+
+    async def stop(self) -> None:
+        """Refuse new requests, wait for running ones, stop the engine."""
+        self.is_draining = True
+        await self.engine.stop(drain_seconds=self.options.drain_seconds)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError 404 for a model that is not served here."""
+        if name is not None and name not in self.options.model_names:
+            raise model_not_found(name, self.options.model_names)
+
+    async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
+        """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
+        return await asyncio.to_thread(self._chat_prompt, request)
+
+    @property
+    def chat(self) -> ChatFormat:
+        """How conversations are written; ApiError 400 where the model has no chat template."""
+        if self._chat is None:
+            raise bad_request("this model has no chat template: use /v1/completions", param="messages")
+        return self._chat
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo
+    ) -> AsyncIterator[Update]:
+        """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break."""
+        room = self.llm.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise context_length_exceeded(len(prompt_ids), self.llm.max_model_len)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise bad_request(
+                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}, together more than "
+                f"the context of {self.llm.max_model_len}; lower max_tokens to {room} or shorten the prompt",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        updates = self.engine.generate(prompt_ids, params, info)
+        try:
+            async for sequence, delta in updates:
+                if delta.finish_reason == "error":
+                    raise self._failure(sequence)
+                yield sequence, delta
+        except QueueFullError as error:
+            raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
+        except OptionError as error:
+            raise bad_request(str(error)) from None
+        finally:
+            await updates.aclose()  # type: ignore[attr-defined]  # an async generator: aborts what is left
+
+    def info(self, *, prompt_index: int = 0, priority: int = 0) -> RequestInfo:
+        """What the engine should know of a request that arrives now."""
+        timeout = self.options.request_timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return RequestInfo(prompt_index=prompt_index, priority=priority, deadline=deadline)
+
+    def _failure(self, sequence: GenerationSequence) -> ApiError:
+        if sequence.error == EXPIRED and self.options.request_timeout is not None:
+            return timed_out(self.options.request_timeout)
+        return server_error(sequence.error or "the answer broke off")
+
+    def _open_chat(self) -> ChatFormat | None:
+        try:
+            return self.llm.model.chat
+        except TokenizerError:
+            return None  # a base model, or none with a tokenizer: completions only
+
+    def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
+        tools = request.tools if request.tool_choice.kind != "none" else ()
+        ids = self.chat.encode(
+            request.messages,
+            tools=tools or None,
+            add_generation_prompt=request.add_generation_prompt,
+            template_kwargs=request.template_kwargs,
+        )
+        start = self.chat.start_of_answer(ids, with_tools=bool(tools))
+        return ChatPrompt(ids, start, self.chat.layout_for(tools))

@@ -1,0 +1,228 @@
+"""The HTTP surface over a real engine with a tiny model: answers, streams, refusals, and what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from msds_graphs import count_compiles
+from msds_serve.service import Service
+
+USER = [{"role": "user", "content": "hello there"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def chat(client: TestClient, **fields: Any) -> Any:
+    return client.post(CHAT, json={"model": "tiny", "messages": USER, "max_tokens": 12, "temperature": 0, **fields})
+
+
+def events(client: TestClient, path: str, body: dict[str, Any]) -> list[Any]:
+    """The chunks of a stream, which must end with [DONE]."""
+    response = client.post(path, json=body | {"stream": True})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def wait_until_idle(service: Service) -> None:
+    deadline = time.monotonic() + 20
+    while service.engine.engine.has_work:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class TestProbes:
+    def test_health_ready_version(self, client: TestClient) -> None:
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/ready").json() == {"status": "ready"}
+        assert client.get("/version").json()["system_fingerprint"].startswith("fp_")
+
+    def test_models(self, client: TestClient) -> None:
+        listed = client.get("/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["tiny", "alias"]
+        assert client.get("/v1/models/alias").json()["root"] == "tiny"
+        assert client.get("/v1/models/other").status_code == 404
+
+    def test_openapi_names_the_routes(self, client: TestClient) -> None:
+        paths = client.get("/openapi.json").json()["paths"]
+        assert {CHAT, COMPLETIONS, "/v1/models", "/tokenize", "/metrics"} <= set(paths)
+
+    def test_metrics_count(self, client: TestClient) -> None:
+        def value(name: str) -> float:
+            lines = client.get("/metrics").text.splitlines()
+            return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+        before = value("msds_generation_tokens_total")
+        assert chat(client, ignore_eos=True).json()["usage"]["completion_tokens"] == 12
+        assert value("msds_generation_tokens_total") == before + 12
+        assert value("msds_time_to_first_token_seconds_count") > 0
+
+
+class TestChat:
+    def test_an_answer(self, client: TestClient) -> None:
+        body = chat(client).json()
+        assert body["object"] == "chat.completion"
+        (choice,) = body["choices"]
+        assert choice["finish_reason"] in ("stop", "length")
+        usage = body["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"n": 3, "temperature": 1, "seed": 5},
+            {"logprobs": True, "top_logprobs": 2},
+            {"ignore_eos": True, "max_tokens": 30, "frequency_penalty": 0.5},
+        ],
+        ids=["plain", "choices", "logprobs", "penalties"],
+    )
+    def test_a_stream_says_what_the_whole_answer_says(self, client: TestClient, fields: dict[str, Any]) -> None:
+        whole = chat(client, **fields).json()
+        body = {"model": "tiny", "messages": USER, "max_tokens": 12, "temperature": 0, **fields}
+        chunks = events(client, CHAT, body | {"stream_options": {"include_usage": True}})
+        assert chunks[-1]["choices"] == []
+        assert {k: v for k, v in chunks[-1]["usage"].items() if k != "prompt_tokens_details"} == {
+            k: v for k, v in whole["usage"].items() if k != "prompt_tokens_details"
+        }
+        for choice in whole["choices"]:
+            mine = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == choice["index"]]
+            assert [c["delta"].get("role") for c in mine][0] == "assistant"
+            for part in ("content", "reasoning_content"):
+                joined = "".join(c["delta"].get(part) or "" for c in mine)
+                assert joined == (choice["message"].get(part) or "")
+            assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+            if choice["logprobs"] is not None:
+                entries = [entry for c in mine for entry in (c["logprobs"] or {}).get("content") or []]
+                assert [e["token"] for e in entries] == [e["token"] for e in choice["logprobs"]["content"]]
+
+    def test_seeds(self, client: TestClient) -> None:
+        def text(seed: int) -> str:
+            message = chat(client, temperature=1, seed=seed, ignore_eos=True).json()["choices"][0]["message"]
+            return str(message)
+
+        assert text(3) == text(3)
+        assert text(3) != text(4)
+
+    def test_the_prefix_cache_shows_in_usage(self, client: TestClient) -> None:
+        messages = [{"role": "user", "content": "the same long words again and again " * 2}]
+        first = chat(client, messages=messages).json()
+        second = chat(client, messages=messages).json()
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert second["choices"] == first["choices"]
+
+
+class TestCompletions:
+    def test_texts_ids_and_lists_of_either(self, client: TestClient) -> None:
+        def texts(prompt: Any) -> list[str]:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 6, "temperature": 0}
+            return [choice["text"] for choice in client.post(COMPLETIONS, json=body).json()["choices"]]
+
+        ids = client.post("/tokenize", json={"prompt": "one two"}).json()["tokens"]
+        assert texts("one two") == texts(ids) == texts([ids]) == texts(["one two"])
+        assert texts(["one two", "three"]) == texts("one two") + texts("three")
+
+    def test_echo_with_logprobs(self, client: TestClient) -> None:
+        body = {"model": "tiny", "prompt": "one two", "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 1}
+        (choice,) = client.post(COMPLETIONS, json=body | {"ignore_eos": True}).json()["choices"]
+        ids = client.post("/tokenize", json={"prompt": "one two"}).json()["tokens"]
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith("one two")
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids) + 3
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+
+    def test_a_stream_says_what_the_whole_answer_says(self, client: TestClient) -> None:
+        body = {"model": "tiny", "prompt": ["one", "two"], "n": 2, "max_tokens": 5, "seed": 2, "ignore_eos": True}
+        whole = client.post(COMPLETIONS, json=body).json()
+        chunks = events(client, COMPLETIONS, body)
+        for choice in whole["choices"]:
+            mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+            assert "".join(c["text"] for c in mine) == choice["text"]
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "status", "names"),
+        [
+            ({"model": "other"}, 404, ["other", "tiny"]),
+            ({"messages": []}, 400, ["messages"]),
+            ({"messages": [{"role": "robot", "content": "x"}]}, 400, ["robot"]),
+            ({"temperature": -1}, 400, ["temperature"]),
+            ({"max_tokens": 1000}, 400, ["max_tokens", "1000", "128"]),
+            ({"messages": [{"role": "user", "content": "many words " * 200}]}, 400, ["128"]),
+            ({"best_of": 2}, 400, ["best_of"]),
+            ({"no_such_field": 1}, 400, ["no_such_field"]),
+            ({"response_format": {"type": "json_object"}}, 400, ["response_format"]),
+            ({"stream_options": {"include_usage": True}}, 400, ["stream_options"]),
+        ],
+    )
+    def test_by_name_and_value(self, client: TestClient, fields: Any, status: int, names: list[str]) -> None:
+        response = chat(client, **fields)
+        error = response.json()["error"]
+        assert response.status_code == status, error
+        for name in names:
+            assert name in error["message"]
+        assert set(error) == {"message", "type", "param", "code"}
+
+    def test_bodies(self, client: TestClient) -> None:
+        assert client.post(CHAT, content=b"{").status_code == 400
+        assert client.post(CHAT, content=b"[]").status_code == 400
+        assert client.post(CHAT, content=b"\xff").status_code == 400
+        assert client.post(CHAT, content=b'"' + b"x" * 30_000 + b'"').status_code == 413
+        assert client.get(CHAT).status_code == 405
+        assert client.get("/v1/nothing").json()["error"]["message"]
+        assert client.get("/v1/nothing").status_code == 404
+
+    def test_a_full_queue(self, client: TestClient) -> None:
+        body = {"model": "tiny", "prompt": ["a"] * 9, "max_tokens": 1}
+        response = client.post(COMPLETIONS, json=body | {"n": 9})
+        assert response.status_code in (400, 429)
+        assert chat(client).status_code == 200
+
+
+def test_tokenize_and_back(client: TestClient) -> None:
+    tokens = client.post("/tokenize", json={"prompt": "one two", "add_special_tokens": False}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert client.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "one two"}
+    messages = client.post("/tokenize", json={"messages": USER}).json()
+    assert messages["count"] == chat(client).json()["usage"]["prompt_tokens"]
+
+
+def test_leaving_a_stream_ends_the_generation(service: Service, client: TestClient) -> None:
+    body = {"model": "tiny", "messages": USER, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with client.stream("POST", CHAT, json=body) as response:
+        chunks: Iterator[str] = response.iter_lines()
+        next(chunks)
+    wait_until_idle(service)
+    assert service.engine.stats.referenced_blocks == 0
+
+
+def test_a_failing_step_fails_its_request_alone(
+    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = service.llm.engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "decode", lambda rows: (_ for _ in ()).throw(ValueError("no such kernel")))
+        response = chat(client, ignore_eos=True)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "server_error"
+    assert chat(client).status_code == 200
+    assert service.engine.stats.referenced_blocks == 0
+
+
+def test_nothing_compiles_after_every_shape_was_seen(service: Service, client: TestClient) -> None:
+    service.llm.engine.runner.warm_up(None)
+    with count_compiles() as seen:
+        for length in (1, 17, 60):
+            body = {"model": "tiny", "prompt": [[7] * length] * 3, "max_tokens": 4, "ignore_eos": True}
+            assert client.post(COMPLETIONS, json=body).status_code == 200
+    assert seen.count == 0
