@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "agreement": bench.agreement,
         "parts": parts,
     }
-    print(_markdown(content))
+    print(markdown(content))
     if options.json:
         write_json(options.json, content)
     machine.warn_if_busy()
@@ -200,7 +200,8 @@ class Bench:
         self.lines.append(Line(name, unit, values))
 
 
-def _markdown(content: dict[str, Any]) -> str:
+def markdown(content: dict[str, Any]) -> str:
+    """Everything that was measured, ready to be pasted."""
     described = content["machine"]
     bandwidth = described["bandwidth_bytes_per_second"]
     streams = ", ".join(f"{rate / 1e9:.1f} GB/s with {threads}" for threads, rate in bandwidth.items())
