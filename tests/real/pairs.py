@@ -21,12 +21,15 @@ PROMPTS = (
     "请用一句话介绍大海。",
 )
 MAX_TOKENS = 24
+COMPARED = 64
+"""Tokens of each text whose logits are compared with the definition's: one compiled shape. The served
+log-probabilities cover the rest."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """prompt_ids, token_ids: end token included. logprobs: of the chosen tokens, [len(token_ids)]. logits: of the
-    prompt and the tokens that the reference chose, [T, vocab] float32, teacher-forced, in one pass."""
+    prompt and the tokens that the reference chose, cut to COMPARED, [T, vocab] float32, teacher-forced."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -72,7 +75,7 @@ def _run_transformers(folder: Path) -> tuple[Answer, ...]:
             logits = model(everything).logits[0].numpy()
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
             logprobs = _chosen_logprobs(logits, prompt_ids, token_ids)
-            answers.append(Answer(tuple(prompt_ids), tuple(token_ids), text, logprobs, logits))
+            answers.append(Answer(tuple(prompt_ids), tuple(token_ids), text, logprobs, logits[:COMPARED]))
     return tuple(answers)
 
 
@@ -92,7 +95,7 @@ def _run_msds(folder: Path, reference: tuple[Answer, ...]) -> tuple[Answer, ...]
     for conversation, output, theirs in zip(conversations, llm.chat(conversations, sampling), reference, strict=True):
         assert output.logprobs is not None
         logprobs = np.array([entry.logprob for entry in output.logprobs])
-        logits = llm.model.logits(theirs.prompt_ids + theirs.token_ids)
+        logits = llm.model.logits((theirs.prompt_ids + theirs.token_ids)[:COMPARED])
         prompt_ids = tuple(llm.model.chat.encode(conversation))
         answers.append(Answer(prompt_ids, output.token_ids, output.text, logprobs, logits))
     return tuple(answers)
