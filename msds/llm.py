@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -57,7 +58,8 @@ class LLM:
             config = settle_mtp(with_checkpoint, stored, mtp=False)
         finally:
             with_checkpoint.close()
-        _set_threads(self.options.resolved_threads)
+        if self.options.threads is not None:
+            _restrict_cores(self.options.threads)
         num_blocks = self._plan_blocks(config)
         self.model: Model = load(
             folder, dtype=self.options.dtype, mtp=False, plan=plan, check_sha256=check_sha256, progress=progress
@@ -230,7 +232,13 @@ def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
-def _set_threads(count: int) -> None:
-    import mindspore as ms
+def _restrict_cores(count: int) -> None:
+    """Let every thread of this process, and those to come, run on `count` of its cores only.
 
-    ms.device_context.cpu.op_tuning.threads_num(count)
+    MindSpore sizes its thread pools by the cores it sees; its own settings for fewer threads change nothing on a CPU.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise OptionError(f"threads is {count}: this process may use {len(cores)} cores")
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores[:count])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 
 from msds.config import ModelConfig, max_context
@@ -24,7 +23,7 @@ class EngineOptions:
     prefill_chunk: most prompt tokens computed in one step. Default 512.
     max_waiting: answers that may wait for a place; more are refused. Default no bound.
     dtype: what weights and cache are kept in; "auto" is float32 on a CPU, where MindSpore has no bfloat16 products.
-    threads: CPU threads of the graphs; default all cores.
+    threads: cores that this process is restricted to, for good; default no restriction.
     """
 
     max_model_len: int | None = None
@@ -55,11 +54,6 @@ class EngineOptions:
     def resolved_dtype(self) -> str:
         """The dtype of weights and cache."""
         return "float32" if self.dtype == "auto" else self.dtype
-
-    @property
-    def resolved_threads(self) -> int:
-        """CPU threads of the graphs: as asked, else the cores this process may use."""
-        return self.threads or len(os.sched_getaffinity(0))
 
     def resolve_max_model_len(self, config: ModelConfig) -> int:
         """The length limit for a model; OptionError when more than the model's context is asked for."""

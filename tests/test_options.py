@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +39,14 @@ def test_dtype() -> None:
 
 
 def test_threads() -> None:
-    assert EngineOptions(threads=3).resolved_threads == 3
-    assert EngineOptions().resolved_threads >= 1
+    """Cores are taken from this process for good, so a process of its own is asked."""
+    code = (
+        "import os\nfrom msds.llm import _restrict_cores\nfrom msds.errors import OptionError\n"
+        "_restrict_cores(1)\nprint(len(os.sched_getaffinity(0)))\n"
+        "try:\n    _restrict_cores(2)\nexcept OptionError as error:\n    print(error)"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == ["1", "threads is 2: this process may use 1 cores"]
 
 
 def test_max_model_len() -> None:

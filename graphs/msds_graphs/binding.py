@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -99,12 +100,15 @@ def assign(params: Tree, tree: Tree) -> None:
     wait()  # a NumPy value is read in place, and its owner may change it after we return
 
 
-def wait() -> None:
+def wait(outputs: Sequence[Any] = ()) -> None:
     """Returns when all submitted work is done, and raises what it raised.
 
     Graphs and single operations run after the call that submitted them has returned, on the CPU as well;
-    mindspore.runtime.synchronize, the public form of this, refuses the CPU.
+    mindspore.runtime.synchronize, the public form of this, refuses the CPU. MindSpore's own waiting spins and takes a
+    core from the graph; reading an output sleeps. So give the graph's outputs: the smallest is read first.
     """
+    if outputs:
+        min(outputs, key=lambda output: output.size).asnumpy()
     _pynative_executor.sync()
 
 

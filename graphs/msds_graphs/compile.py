@@ -310,7 +310,7 @@ class Compiled:
         compiling = step.result is None
         try:
             flat: tuple[Any, ...] = step.call(*self._tensors_of(arrays))
-            wait()  # the call returns before the graph has run, and only here do its errors come out
+            wait(flat)  # the call returns before the graph has run, and only here do its errors come out
         except Exception as error:
             if self._steps.get(bucket) is step:
                 del self._steps[bucket]

@@ -86,7 +86,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
     engine.add_argument("--memory-fraction", metavar="F", type=float, help="of the free memory; default 0.8")
     engine.add_argument("--block-size", metavar="N", type=int, help="tokens per cache block; default 16")
-    engine.add_argument("--threads", metavar="N", type=int, help="CPU threads; default all cores")
+    engine.add_argument("--threads", metavar="N", type=int, help="cores to use; default all")
     engine.add_argument("--dtype", help="auto (default) or float32")
     _add_sha256(engine)
 
