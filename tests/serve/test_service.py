@@ -94,7 +94,7 @@ class TestChat:
         }
         for choice in whole["choices"]:
             mine = [c for chunk in chunks[:-1] for c in chunk["choices"] if c["index"] == choice["index"]]
-            assert [c["delta"].get("role") for c in mine][0] == "assistant"
+            assert next(c["delta"].get("role") for c in mine) == "assistant"
             for part in ("content", "reasoning_content"):
                 joined = "".join(c["delta"].get(part) or "" for c in mine)
                 assert joined == (choice["message"].get(part) or "")

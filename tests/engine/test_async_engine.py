@@ -1,0 +1,149 @@
+"""AsyncEngine over a tiny model: answers, early ends, weights that change under way, and the end of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import msds
+from msds.engine.async_engine import AsyncEngine, EngineStoppedError
+from msds.errors import CheckpointError, PromptError
+from msds_graphs import count_compiles, tree_map
+
+Tiny = Callable[..., Path]
+GREEDY = msds.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Tiny) -> msds.LLM:
+    return msds.LLM(tiny("llama_base"), max_model_len=128, max_num_seqs=4, prefill_chunk=16)
+
+
+def other_weights(llm: msds.LLM, seed: int) -> Any:
+    """A canonical tree of noise that fits the model."""
+    rng = np.random.default_rng(seed)
+    spec = llm.model.functions.spec(llm.model.config)
+    return tree_map(lambda leaf: rng.normal(0, 0.1, leaf.shape).astype(np.float32), spec)
+
+
+def with_engine(llm: msds.LLM, work: Callable[[AsyncEngine], Any]) -> Any:
+    """Run `work` on a started engine, and stop it."""
+
+    async def main() -> Any:
+        engine = AsyncEngine(llm.engine, update=llm.update_weights)
+        engine.start()
+        try:
+            return await work(engine)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(main())
+
+
+async def collect(engine: AsyncEngine, ids: list[int], params: msds.SamplingParams = GREEDY) -> list[int]:
+    return [delta.token_id async for _, delta in engine.generate(ids, params) if delta.token_id is not None]
+
+
+def test_many_requests_at_once_answer_as_generate_does(llm: msds.LLM) -> None:
+    prompts = [[index + 2, 7, 9] * (1 + index % 4) for index in range(9)]
+    want = [list(output.token_ids) for output in llm.generate(prompts, GREEDY)]
+
+    async def work(engine: AsyncEngine) -> list[list[int]]:
+        return list(await asyncio.gather(*(collect(engine, prompt) for prompt in prompts)))
+
+    assert with_engine(llm, work) == want
+
+
+def test_closing_early_frees_everything(llm: msds.LLM) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        long = msds.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3)
+        updates = engine.generate([2, 3, 4], long)
+        await anext(updates)
+        await updates.aclose()  # type: ignore[attr-defined]
+        for _ in range(500):
+            if not engine.engine.has_work:
+                break
+            await asyncio.sleep(0.01)
+        assert engine.stats.referenced_blocks == 0
+
+    with_engine(llm, work)
+
+
+def test_what_add_refuses_is_raised_to_the_caller(llm: msds.LLM) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        with pytest.raises(PromptError, match="max_model_len"):
+            await collect(engine, [2] * 128)
+        assert len(await collect(engine, [2, 3])) == 8
+
+    with_engine(llm, work)
+
+
+def test_new_weights_take_over_without_compiling(tiny: Tiny, llm: msds.LLM) -> None:
+    """Tokens after the update are those of the new weights over everything said so far; nothing compiles."""
+    tree = other_weights(llm, 1)
+    old = tree_map(lambda leaf: leaf.asnumpy().copy(), llm.model.params)  # llama: derived tree = canonical tree
+    prompt = [5, 6, 7, 8]
+    want_before = list(llm.generate([prompt], GREEDY)[0].token_ids)
+    llm.engine.runner.warm_up(None)
+
+    async def work(engine: AsyncEngine) -> tuple[list[int], int, list[int]]:
+        long = msds.SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        running, at = [], 0
+        async for _, delta in engine.generate(prompt, long):
+            running.append(delta.token_id)
+            if len(running) == 5:
+                await engine.update_weights(tree)
+                at = len(running)
+        return running, at, await collect(engine, prompt)
+
+    with count_compiles() as seen:
+        running, at, fresh = with_engine(llm, work)
+        assert running[:5] == want_before[:5]
+        # tokens that were on their way while the update was asked for may still be old; the last ones cannot be
+        tail = running[-20:]
+        again = llm.generate(
+            [prompt + running[:-20]], msds.SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        )
+        assert list(again[0].token_ids) == tail
+        assert fresh == list(llm.generate([prompt], GREEDY)[0].token_ids) != want_before
+        assert at == 5
+        llm.update_weights(old)
+        assert list(llm.generate([prompt], GREEDY)[0].token_ids) == want_before
+    assert seen.count == 0
+
+
+def test_weights_that_do_not_fit_change_nothing(llm: msds.LLM) -> None:
+    prompt = [9, 8, 7]
+    before = llm.generate([prompt], GREEDY)[0].token_ids
+    tree = other_weights(llm, 2)
+    broken = tree | {"norm": {"weight": np.ones(3, np.float32)}}
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        llm.update_weights(broken)
+    poisoned = tree | {"norm": {"weight": np.full_like(tree["norm"]["weight"], np.nan)}}
+    with pytest.raises(CheckpointError, match="not finite"):
+        llm.update_weights(poisoned)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        llm.update_weights({"norm": tree["norm"]})
+    assert llm.generate([prompt], GREEDY)[0].token_ids == before
+
+
+def test_a_stopped_engine_tells_those_who_wait(llm: msds.LLM) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        long = msds.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        updates = engine.generate([2, 3, 4], long)
+        await anext(updates)
+        await engine.stop()
+        with pytest.raises(EngineStoppedError):
+            async for _ in updates:
+                pass
+        with pytest.raises(EngineStoppedError):
+            await collect(engine, [2, 3])
+
+    asyncio.run(main())
