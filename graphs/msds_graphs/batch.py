@@ -78,7 +78,8 @@ class BatchLayout:
 
     def _check_fills(self) -> None:
         for path, fill, dtype in zip(self.paths, self._fills, self._dtypes, strict=True):
-            if np.asarray(fill).ndim or not np.can_cast(np.min_scalar_type(fill), dtype, "same_kind"):
+            is_truth = dtype == np.bool_ and np.asarray(fill).ndim == 0 and fill in (0, 1)  # so that 0 fits every leaf
+            if np.asarray(fill).ndim or not (is_truth or np.can_cast(np.min_scalar_type(fill), dtype, "same_kind")):
                 raise GraphError(f"pad value {fill!r} {at(path)} does not fit dtype {dtype}")
 
     def flatten(self, batch: Tree) -> list[Any]:

@@ -122,3 +122,11 @@ def test_output_axes_must_be_what_the_array_has() -> None:
     ):
         with pytest.raises(GraphError, match=message):
             check_axes([axes], [shape], ["logits"], bucket)
+
+
+def test_truth_values_pad_with_false_by_default() -> None:
+    layout = BatchLayout({"mask": ArraySpec(("T",), "bool")})
+    (padded,) = layout.pad([np.ones(2, bool)], Bucket({"T": 4}))
+    np.testing.assert_array_equal(padded, [True, True, False, False])
+    with pytest.raises(GraphError, match="pad value 2"):
+        BatchLayout({"mask": ArraySpec(("T",), "bool")}, pad=2)
