@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output as Output
+    from msds.errors import MsdsError as MsdsError
     from msds.llm import LLM as LLM
     from msds.model import Model as Model
     from msds.model import load as load
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "msds.llm",
     "Model": "msds.model",
+    "MsdsError": "msds.errors",
     "load": "msds.model",
     "Output": "msds.engine.sequence",
     "SamplingParams": "msds.sampling",
@@ -30,7 +32,18 @@ _HOMES = {
     "ArraySpec": "msds_graphs.specs",
 }
 
-__all__ = ["LLM", "ArraySpec", "Model", "Output", "Plan", "SamplingParams", "__version__", "compile", "load"]
+__all__ = [
+    "LLM",
+    "ArraySpec",
+    "Model",
+    "MsdsError",
+    "Output",
+    "Plan",
+    "SamplingParams",
+    "__version__",
+    "compile",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

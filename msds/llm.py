@@ -8,6 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from msds.checkpoint import Checkpoint
 from msds.config import ModelConfig, read_config
 from msds.engine.engine import Engine
@@ -78,7 +80,7 @@ class LLM:
     ) -> list[Output]:
         """Answers in the order of the prompts, `n` each.
 
-        prompts: one text, one list of token ids, or a list of either; texts get the tokenizer's BOS where it has one.
+        prompts: one text, one list or array of token ids, or a list of either; texts get the tokenizer's BOS, if any.
         sampling: one for all or one per prompt; default: the checkpoint's generation_config.json.
         on_text: called as text becomes final, for streaming.
         PromptError, SamplingError or TokenizerError before anything runs; an answer whose numbers break ends with
@@ -130,6 +132,8 @@ class LLM:
     def _run(
         self, token_ids: Sequence[Sequence[int]], params: Sequence[SamplingParams], on_text: TextListener | None
     ) -> list[Output]:
+        if self.engine.has_work:
+            raise OptionError("this LLM is generating already: one call at a time; AsyncEngine serves several")
         for ids in token_ids:
             check_token_ids(ids, self.model.config.vocab_size)
         outputs: list[Output] = []
@@ -163,6 +167,8 @@ class LLM:
             sampling = self.default_sampling()
         if isinstance(sampling, SamplingParams):
             sampling = [sampling] * count
+        if not isinstance(sampling, Sequence) or not all(isinstance(one, SamplingParams) for one in sampling):
+            raise SamplingError(f"sampling is {sampling!r}: give SamplingParams, or one for each prompt")
         if len(sampling) != count:
             raise SamplingError(f"{len(sampling)} sampling parameters for {count} prompts: give one, or one for each")
         if self.model.tokenizer is None and any(params.stop for params in sampling):
@@ -216,14 +222,17 @@ def _engine_options(options: Mapping[str, Any]) -> EngineOptions:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence) or len(prompts) == 0:
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes) or len(prompts) == 0:
         raise PromptError("no prompts: give a text, a list of token ids, or a list of either")
-    if all(isinstance(item, int) for item in prompts):
+    if all(isinstance(item, (int, np.integer)) for item in prompts):
         return [prompts]  # type: ignore[list-item]  # one prompt of token ids
-    for index, item in enumerate(prompts):
-        if not isinstance(item, (str, Sequence)):
+    items = [item.tolist() if isinstance(item, np.ndarray) else item for item in prompts]
+    for index, item in enumerate(items):
+        if not isinstance(item, (str, Sequence)) or isinstance(item, bytes):
             raise PromptError(f"prompt {index} is {item!r}: give a text or a list of token ids")
-    return list(prompts)  # type: ignore[arg-type]
+    return items  # type: ignore[return-value]
 
 
 def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:

@@ -83,7 +83,12 @@ class Model:
         The first call of each length class (powers of four from 16) compiles a graph.
         """
         ids = check_token_ids(token_ids, self.config.vocab_size)
-        places = np.arange(len(ids)) if positions is None else np.asarray(positions)
+        try:
+            places = np.arange(len(ids)) if positions is None else np.asarray(positions)
+        except ValueError:
+            raise PromptError("positions must be one list of whole numbers") from None
+        if places.dtype.kind not in "iu":
+            raise PromptError(f"positions are {places.dtype}: they must be whole numbers")
         if places.shape != ids.shape or (np.diff(places) < 1).any() or places[0] < 0:
             raise PromptError("positions must be as many as the token ids, ascending and not negative")
         if places[-1] >= max_context(self.config):
@@ -201,7 +206,7 @@ def checked_plan(plan: Plan) -> Plan:
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
     """The ids as an array [T] if there is at least one and the model has them all; PromptError otherwise."""
-    if isinstance(token_ids, (str, bytes)) or len(token_ids) == 0:
+    if not hasattr(token_ids, "__len__") or isinstance(token_ids, (str, bytes)) or len(token_ids) == 0:
         raise PromptError("the prompt has no token ids: it needs at least one")
     for index, token in enumerate(token_ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:

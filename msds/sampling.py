@@ -20,7 +20,7 @@ class SamplingParams:
     """Sampling parameters with the names and meanings of OpenAI's API and vLLM's additions to it.
 
     The order in which they act: repetition, presence and frequency penalty, logit bias, min_tokens,
-    temperature, top_k, top_p, min_p; at least one token is always left. SamplingError names the field, its
+    temperature, top_k, top_p, min_p; the last four always leave one token. SamplingError names the field, its
     value and what is legal; NaN, infinities, and booleans or fractions for whole numbers are refused.
     """
 
@@ -35,7 +35,7 @@ class SamplingParams:
     min_p: float = 0.0
     """In [0, 1]. Keep tokens at least this many times as likely as the best one; 0 keeps all."""
     repetition_penalty: float = 1.0
-    """> 0. Divides positive and multiplies negative logits of tokens in prompt and output; 1 is off."""
+    """In [0.01, 100]. Divides positive and multiplies negative logits of tokens in prompt and output; 1 is off."""
     presence_penalty: float = 0.0
     """In [-2, 2]. Subtracted from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
@@ -70,7 +70,7 @@ class SamplingParams:
         put.integer("top_k", minimum=-1)
         put.number("top_p", minimum=0.0, maximum=1.0)
         put.number("min_p", minimum=0.0, maximum=1.0)
-        put.number("repetition_penalty", above=0.0)
+        put.number("repetition_penalty", minimum=0.01, maximum=100.0)
         put.number("presence_penalty", minimum=-2.0, maximum=2.0)
         put.number("frequency_penalty", minimum=-2.0, maximum=2.0)
         put.integer("seed", optional=True)

@@ -76,11 +76,17 @@ def shared_faults(config: _Shared) -> Iterator[Fault]:
         yield fault("torch_dtype", config.torch_dtype, f"supported: {', '.join(DTYPES)}")
 
 
+MOST_LAYERS = 10_000
+"""Layers are spelled out one by one, so a nonsensical count must be refused before anything is built of it."""
+
+
 def size_faults(config: object, names: Sequence[str]) -> Iterator[Fault]:
-    """Sizes below 1, for configs that were not read from a file."""
+    """Sizes below 1, and more layers than any model has."""
     for name in names:
         if getattr(config, name) < 1:
             yield fault(name, getattr(config, name), "must be at least 1")
+        elif name == "num_hidden_layers" and getattr(config, name) > MOST_LAYERS:
+            yield fault(name, getattr(config, name), f"must be at most {MOST_LAYERS}")
 
 
 def odd_reason(odd: int) -> str:

@@ -108,14 +108,13 @@ class Engine:
         if step is None:
             return False
         try:
-            result = self._run(step)
-        except Exception as error:  # whatever a graph raises: these sequences end, the engine goes on
+            deltas = self._take(step, self._run(step))
+        except Exception as error:  # whatever a graph or the sampling raises: these sequences end, the engine goes on
             self._fail(step, error)
             return True
         except BaseException:  # an interrupt: give the blocks back and let it through
             self._scheduler.fail(step)
             raise
-        deltas = self._take(step, result)
         self._scheduler.commit(step)
         for sequence, _ in deltas:
             if sequence.is_finished:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import uvicorn
 
+from msds.errors import OptionError
 from msds.llm import LLM
 from msds_serve.app import create_app
 from msds_serve.service import Service, ServiceOptions
@@ -20,13 +22,15 @@ def serve(path: str, *, host: str, port: int, engine: Mapping[str, Any], service
     engine: options of `LLM`; service: fields of `ServiceOptions`. What is wrong with either, or with the checkpoint,
     raises before the port is opened.
     """
+    if not 1 <= port <= 65535:
+        raise OptionError(f"port is {port}: it must be from 1 to 65535")
     options = ServiceOptions(**service)
     _log_to_stderr()
     llm = LLM(path, **engine)
     llm.engine.runner.warm_up(lambda line: print(line, file=sys.stderr, flush=True))
     app = create_app(Service(llm, options))
     logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], host, port)
-    drain = int(options.drain_seconds)
+    drain = math.ceil(options.drain_seconds)
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -61,8 +62,8 @@ class ServiceOptions:
                 raise OptionError(f"{name} is {getattr(self, name)!r}: it must be above 0")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise OptionError(f"request_timeout is {self.request_timeout!r}: it must be above 0, or None for no limit")
-        if self.drain_seconds < 0:
-            raise OptionError(f"drain_seconds is {self.drain_seconds!r}: it must not be negative")
+        if not 0 <= self.drain_seconds < math.inf:
+            raise OptionError(f"drain_seconds is {self.drain_seconds!r}: it must be a number of at least 0")
 
 
 @dataclass(frozen=True)

@@ -204,6 +204,19 @@ def test_a_step_that_raises_ends_its_own_sequences() -> None:
     case.assert_nothing_held()
 
 
+def test_sampling_that_raises_ends_its_own_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong between the graph and the commit, the step is closed and the engine goes on."""
+    case = Case(30, max_model_len=28)
+    with monkeypatch.context() as patch:
+        patch.setattr("msds.engine.engine.sample", lambda *args, **kwargs: [][0])
+        case.add([9, 9, 9], 0, max_tokens=4)
+        (failed,) = case.run()
+    assert failed.finish_reason == "error"
+    case.add([5, 6, 7], 1, max_tokens=4)
+    assert list(case.run()[1].token_ids) == expected([5, 6, 7], 4)
+    case.assert_nothing_held()
+
+
 def test_deadlines_and_aborts() -> None:
     case = Case(30, max_model_len=60)
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

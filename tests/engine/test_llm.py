@@ -298,3 +298,13 @@ def test_nothing_compiles_after_warm_up(tiny):
                 params = SamplingParams(temperature=0, n=n, ignore_eos=True, max_tokens=1)
                 assert len(llm.generate(prompts, params)) == count * n
     assert seen.count == 0
+
+
+def test_arrays_of_ids_are_ids(llm):
+    import numpy as np
+
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    (want,) = llm.generate([[5, 6, 7]], greedy)
+    for prompts in (np.array([5, 6, 7]), [np.array([5, 6, 7])], np.array([[5, 6, 7]]), [np.int64(5), 6, 7]):
+        (got,) = llm.generate(prompts, greedy)
+        assert got.token_ids == want.token_ids

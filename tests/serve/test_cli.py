@@ -80,6 +80,11 @@ def test_missing_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "absent" in capsys.readouterr().err
 
 
+def test_serve_refuses_before_loading(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny("llama_base")), "--port", "99999"]) == 2
+    assert "port is 99999" in capsys.readouterr().err
+
+
 def test_inspect_agrees_with_the_config(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tiny("v3_base")), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
