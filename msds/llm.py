@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from msds.checkpoint import Checkpoint
 from msds.config import ModelConfig, read_config
 from msds.engine.engine import Engine
 from msds.engine.ladder import step_ladders
@@ -21,7 +20,7 @@ from msds.model import Model, check_token_ids, load
 from msds.models import model_functions
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
-from msds.weights import settle_mtp
+from msds.weights import without_mtp
 from msds_graphs.plan import Plan
 from msds_graphs.trees import Tree, tree_flatten
 
@@ -55,14 +54,9 @@ class LLM:
         folder = Path(path)
         stored = read_config(folder)
         self.max_model_len = self.options.resolve_max_model_len(stored)
-        with_checkpoint = Checkpoint.open(folder)
-        try:
-            config = settle_mtp(with_checkpoint, stored, mtp=False)
-        finally:
-            with_checkpoint.close()
         if self.options.threads is not None:
             _restrict_cores(self.options.threads)
-        num_blocks = self._plan_blocks(config)
+        num_blocks = self._plan_blocks(without_mtp(stored))
         self.model: Model = load(
             folder, dtype=self.options.dtype, mtp=False, plan=plan, check_sha256=check_sha256, progress=progress
         )

@@ -32,9 +32,12 @@ def settle_mtp(checkpoint: Checkpoint, config: ModelConfig, mtp: bool | None) ->
             f"{getattr(config, 'num_nextn_predict_layers', 0)}, and model.layers.{config.num_hidden_layers}."
             "eh_proj.weight is not stored): speculation needs one; turn it off or use the checkpoint that has it"
         )
-    if isinstance(config, DeepseekConfig) and not (present and mtp is not False):
-        return replace(config, num_nextn_predict_layers=0)
-    return config
+    return config if present and mtp is not False else without_mtp(config)
+
+
+def without_mtp(config: ModelConfig) -> ModelConfig:
+    """The config of the main model alone."""
+    return replace(config, num_nextn_predict_layers=0) if isinstance(config, DeepseekConfig) else config
 
 
 def checkpoint_entries(spec: Tree, config: ModelConfig) -> list[Entry]:

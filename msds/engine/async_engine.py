@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -76,7 +76,7 @@ class AsyncEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo | None = None
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """Every delta of the `n` answers as it comes; the last delta of an answer has its finish_reason.
 
         Closing the iterator early aborts what is left within one step. Raises what `Engine.add` raises, before the

@@ -59,6 +59,16 @@ class Delta:
     logprobs: TokenLogprobs | None
     finish_reason: str | None
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token, or nothing."""
+        return () if self.token_id is None else (self.token_id,)
+
+    @property
+    def token_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """The log-probabilities of `token_ids`, where asked for."""
+        return None if self.logprobs is None else (self.logprobs,)
+
 
 Listener = Callable[["GenerationSequence", Delta], None]
 """Called by the engine's thread after each step of a sequence; what it raises ends the whole run."""

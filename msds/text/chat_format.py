@@ -10,7 +10,7 @@ from msds.errors import PromptError
 from msds.text.chat import ChatTemplate
 from msds.text.reasoning import Start, start_after
 from msds.text.tokenizer import Tokenizer
-from msds.text.tools import CallHistory, Layout, prepare_templates
+from msds.text.tools import CallHistory, prepare_templates
 
 
 class ChatFormat:
@@ -50,7 +50,3 @@ class ChatFormat:
         sources = self._template.sources
         source = sources["tool_use"] if with_tools and "tool_use" in sources else sources["default"]
         return start_after(prompt_ids, self._tokenizer, source)
-
-    def layout_for(self, tools: Sequence[Mapping[str, Any]] | None) -> Layout | None:
-        """The layout to read an answer with: none where no tools were offered."""
-        return self.layout if tools else None

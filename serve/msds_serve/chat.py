@@ -25,9 +25,7 @@ class ChatRun:
     async def prepare(self) -> ChatRun:
         """Check what the protocol cannot, render, and queue; everything that can be refused is refused here."""
         request = self._request
-        self._service.check_model(request.model)
-        if request.response_format is not None:
-            raise bad_request("response_format other than text is not supported yet", param="response_format")
+        self._service.check_request(request)
         if request.tool_choice.forces_call:
             raise bad_request("tool_choice that forces a call is not supported yet; use auto", param="tool_choice")
         self._prompt: ChatPrompt = await self._service.chat_prompt(request)
@@ -56,9 +54,7 @@ class ChatRun:
             choice = sequence.choice_index
             if choice in reasons:
                 continue
-            ids = () if delta.token_id is None else (delta.token_id,)
-            entries = None if delta.logprobs is None else (delta.logprobs,)
-            deltas[choice].append(readers[choice].push(delta.text, ids, entries))
+            deltas[choice].append(readers[choice].push(delta.text, delta.token_ids, delta.token_logprobs))
             if delta.finish_reason is not None or readers[choice].is_done:
                 reasons[choice] = delta.finish_reason or "stop"
                 deltas[choice].append(readers[choice].finish())
@@ -103,8 +99,7 @@ class ChatRun:
             choice = sequence.choice_index
             if choice in finished:
                 continue
-            ids = () if delta.token_id is None else (delta.token_id,)
-            for chunk in stream.push(choice, delta.text, ids, None if delta.logprobs is None else (delta.logprobs,)):
+            for chunk in stream.push(choice, delta.text, delta.token_ids, delta.token_logprobs):
                 yield chunk
             if delta.finish_reason is not None or stream.readers[choice].is_done:
                 finished.add(choice)
@@ -117,7 +112,7 @@ class ChatRun:
 
     async def close(self) -> None:
         """Give up what is still being generated."""
-        await self._updates.aclose()  # type: ignore[attr-defined]  # an async generator
+        await self._updates.aclose()
 
     async def _all(self) -> AsyncIterator[Update]:
         """Every update, the first again, each token counted."""

@@ -31,9 +31,7 @@ class CompletionRun:
     async def prepare(self) -> CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
         request = self._request
-        self._service.check_model(request.model)
-        if request.response_format is not None:
-            raise bad_request("response_format other than text is not supported yet", param="response_format")
+        self._service.check_request(request)
         self._prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
         self._sources = []
         for index, ids in enumerate(self._prompts):
@@ -54,44 +52,47 @@ class CompletionRun:
         request = self._request
         texts = [""] * self._num_choices
         pieces: list[list[Any]] = [[] for _ in texts]
-        reasons: dict[int, str] = {}
-        builders, finished, completion_tokens, cached = self._builders(), {}, 0, dict[int, int]()
+        begun: set[int] = set()
+        finished: dict[int, GenerationSequence] = {}
+        builders = self._builders()
         async for sequence, delta in self._all():
             choice = self._choice(sequence)
-            if choice not in finished and not texts[choice] and not pieces[choice] and request.echo:
-                texts[choice], piece = self._echo(sequence, builders[choice])
-                pieces[choice] += piece
+            if request.echo and choice not in begun:
+                ids = self._prompts[sequence.info.prompt_index]
+                texts[choice] = self._prompt_text(ids)
+                if builders is not None:
+                    pieces[choice].append(builders[choice].push(ids, sequence.prompt_logprobs))
+            begun.add(choice)
             texts[choice] += delta.text
-            if delta.token_id is not None:
-                completion_tokens += 1
-                if request.legacy_logprobs is not None and delta.logprobs is not None:
-                    pieces[choice].append(builders[choice].push((delta.token_id,), (delta.logprobs,)))
+            if builders is not None and delta.token_logprobs is not None:
+                pieces[choice].append(builders[choice].push(delta.token_ids, delta.token_logprobs))
             if delta.finish_reason is not None:
-                reasons[choice], finished[choice] = delta.finish_reason, sequence
-                cached[sequence.info.prompt_index] = sequence.num_cached_tokens
+                finished[choice] = sequence
         choices = []
         for index, text in enumerate(texts):
-            logprobs = join_legacy(pieces[index]) if request.legacy_logprobs is not None else None
-            choice_body = completion_choice(index, text, reasons[index], logprobs=logprobs)
+            logprobs = join_legacy(pieces[index]) if builders is not None else None
+            reason = finished[index].finish_reason
+            assert reason is not None
+            choice_body = completion_choice(index, text, reason, logprobs=logprobs)
             if request.show_prompt_logprobs:
                 token_bytes = self._service.tokenizer.token_bytes
                 choice_body["prompt_logprobs"] = prompt_entries(finished[index].prompt_logprobs, token_bytes)
             choices.append(choice_body)
         prompt_tokens = sum(len(ids) for ids in self._prompts)
-        return completion(
-            self._head, choices, usage(prompt_tokens, completion_tokens, cached_tokens=sum(cached.values()))
-        )
+        completion_tokens = sum(sequence.num_output for sequence in finished.values())
+        cached = {sequence.info.prompt_index: sequence.num_cached_tokens for sequence in finished.values()}
+        counts = usage(prompt_tokens, completion_tokens, cached_tokens=sum(cached.values()))
+        return completion(self._head, choices, counts)
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The stream's text_completion objects."""
         request = self._request
         assert request.stream is not None
-        builders = self._builders()
         stream = CompletionStream(
             self._head,
             request.stream,
             num_choices=self._num_choices,
-            logprobs=builders if request.legacy_logprobs is not None else None,
+            logprobs=self._builders(),
             prompt_tokens=sum(len(ids) for ids in self._prompts),
         )
         begun: set[int] = set()
@@ -103,9 +104,7 @@ class CompletionRun:
                     ids = self._prompts[sequence.info.prompt_index]
                     for chunk in stream.echo(choice, self._prompt_text(ids), ids, sequence.prompt_logprobs or None):
                         yield chunk
-            token_ids = () if delta.token_id is None else (delta.token_id,)
-            entries = None if delta.logprobs is None else (delta.logprobs,)
-            for chunk in stream.push(choice, delta.text, token_ids, entries):
+            for chunk in stream.push(choice, delta.text, delta.token_ids, delta.token_logprobs):
                 yield chunk
             if delta.finish_reason is not None:
                 for chunk in stream.finish(choice, delta.finish_reason):
@@ -132,14 +131,10 @@ class CompletionRun:
         skip = self._request.params.skip_special_tokens
         return self._service.tokenizer.decode(ids, skip_special_tokens=skip)
 
-    def _echo(self, sequence: GenerationSequence, builder: LegacyLogprobs) -> tuple[str, list[Any]]:
-        ids = self._prompts[sequence.info.prompt_index]
-        pieces = [builder.push(ids, sequence.prompt_logprobs)] if self._request.legacy_logprobs is not None else []
-        return self._prompt_text(ids), pieces
-
-    def _builders(self) -> list[LegacyLogprobs]:
+    def _builders(self) -> list[LegacyLogprobs] | None:
+        """One per choice, where log-probabilities are asked for."""
         if self._request.legacy_logprobs is None:
-            return [LegacyLogprobs(lambda id_: b"", 0)] * self._num_choices
+            return None
         tokenizer = self._service.tokenizer
         hidden = tokenizer.special_ids if self._request.params.skip_special_tokens else frozenset[int]()
         top = self._request.legacy_logprobs

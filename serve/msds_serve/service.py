@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from msds import __version__
@@ -30,7 +30,7 @@ from msds_serve.protocol.errors import (
     server_error,
     timed_out,
 )
-from msds_serve.protocol.requests import ChatRequest
+from msds_serve.protocol.requests import ChatRequest, CompletionRequest
 from msds_serve.protocol.responses import system_fingerprint
 
 RETRY_AFTER_SECONDS = 5
@@ -131,6 +131,12 @@ class Service:
         if name is not None and name not in self.options.model_names:
             raise model_not_found(name, self.options.model_names)
 
+    def check_request(self, request: ChatRequest | CompletionRequest) -> None:
+        """ApiError for another model, and for what the protocol knows and this service does not do yet."""
+        self.check_model(request.model)
+        if request.response_format is not None:
+            raise bad_request("response_format other than text is not supported yet", param="response_format")
+
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
         return await asyncio.to_thread(self._chat_prompt, request)
@@ -144,7 +150,7 @@ class Service:
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break."""
         room = self.llm.max_model_len - len(prompt_ids)
         if room < 1:
@@ -167,7 +173,7 @@ class Service:
         except OptionError as error:
             raise bad_request(str(error)) from None
         finally:
-            await updates.aclose()  # type: ignore[attr-defined]  # an async generator: aborts what is left
+            await updates.aclose()  # aborts what is left
 
     def info(self, *, prompt_index: int = 0, priority: int = 0) -> RequestInfo:
         """What the engine should know of a request that arrives now."""
@@ -195,4 +201,4 @@ class Service:
             template_kwargs=request.template_kwargs,
         )
         start = self.chat.start_of_answer(ids, with_tools=bool(tools))
-        return ChatPrompt(ids, start, self.chat.layout_for(tools))
+        return ChatPrompt(ids, start, self.chat.layout if tools else None)

@@ -64,7 +64,7 @@ def test_closing_early_frees_everything(llm: msds.LLM) -> None:
         long = msds.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3)
         updates = engine.generate([2, 3, 4], long)
         await anext(updates)
-        await updates.aclose()  # type: ignore[attr-defined]
+        await updates.aclose()
         for _ in range(500):
             if not engine.engine.has_work:
                 break
