@@ -27,3 +27,7 @@ class SamplingError(MsdsError):
 
 class OptionError(MsdsError):
     """An engine option (dtype, memory, lengths) that this machine or model cannot honour."""
+
+
+class TrainingError(MsdsError):
+    """Training data that cannot be learned from, or a run that cannot go on."""

@@ -25,6 +25,9 @@ from msds_graphs.trees import Tree, at, tree_flatten, tree_map, tree_structure, 
 
 _NUMBERS = itertools.count(1)
 
+GRAPH_CALL_DEPTH = 20_000
+"""MindSpore's own limit of 1,000 is reached by loops over a hundred leaves: each iteration is a call inside the last."""
+
 
 def compile(
     fn: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
@@ -308,6 +311,8 @@ class Compiled:
 
     def _call(self, step: _Step, bucket: Bucket, arrays: list[Any]) -> tuple[Any, ...]:
         compiling = step.result is None
+        if compiling:
+            ms.set_recursion_limit(GRAPH_CALL_DEPTH)
         try:
             flat: tuple[Any, ...] = step.call(*self._tensors_of(arrays))
             wait(flat)  # the call returns before the graph has run, and only here do its errors come out

@@ -204,20 +204,41 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
     Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool, and with `trace`
     layers: the residual stream [S, Q, D] after each layer.
     """
-    tokens, positions = batch["tokens"], batch["positions"]
-    x = embed(params, tokens)
-    rope = _rope(config, positions)
-    bias = attention_bias(causal_mask(positions, batch["query_lens"]), config.num_attention_heads)
+    x = embed(params, batch["tokens"])
+    shared = _shared_by_expanded(batch, config)
     states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
-        attention = layer["self_attn"]
-        normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
-        q_nope, q_pe = _queries(attention, normed, rope, config)
-        latent = _latent(attention, normed, rope, config).reshape(tokens.shape[0], tokens.shape[1], -1)
-        x = x + _attend_expanded(attention, q_nope, q_pe, latent, bias, config)
-        x = x + _mlp(layer, x, config, plan)
+        x, _ = _expanded_layer(layer, x, shared, config, plan)
         states = (*states, x)
     return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
+
+
+def forward_train(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) -> dict[str, Any]:
+    """`forward`, and what only training looks at: the MTP modules teacher-forced, and where tokens were routed.
+
+    logits [S, Q, vocab]. mtp_logits: per depth k [S, Q, vocab], at position i a prediction of the token at i + 2 + k,
+    meaningless where that lies beyond the text (DeepSeek-V3, equations 21-23). routing: per MoE layer, MTP layers
+    last, scores [S * Q, E] float32 and topk_idx [S * Q, K] int32.
+    """
+    tokens = batch["tokens"]
+    x = embed(params, tokens)
+    shared = _shared_by_expanded(batch, config)
+    routing: tuple[Params, ...] = ()
+    for layer in params["layers"]:
+        x, routed = _expanded_layer(layer, x, shared, config, plan)
+        routing = routing + routed
+    out = outputs(params, params["norm"], x, batch, 0, config)
+    hidden = out["hidden"]
+    mtp_logits: tuple[Tensor, ...] = ()
+    for layer in params["mtp"]:
+        tokens = ops.concat((tokens[:, 1:], tokens[:, :1]), 1)  # the wrapped one is read by its own position only
+        x = _mtp_input(layer, embed(params, tokens), hidden, config)
+        x, routed = _expanded_layer(layer, x, shared, config, plan)
+        routing = routing + routed
+        ahead = outputs(params, layer["shared_head"]["norm"], x, batch, 0, config)
+        hidden = ahead["hidden"]
+        mtp_logits = (*mtp_logits, ahead["logits"])
+    return {"logits": out["logits"], "mtp_logits": mtp_logits, "routing": routing}
 
 
 def prefill(
@@ -274,15 +295,42 @@ def mtp(
     `params` is the derived tree.
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
-    embedded = rms_norm(embed(params, batch["tokens"]), layer["enorm"]["weight"], config.rms_norm_eps)
-    hidden = batch["hidden"].reshape(embedded.shape)
-    hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
-    x = linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
+    x = _mtp_input(layer, embed(params, batch["tokens"]), batch["hidden"], config)
     shared = _shared_by_layers(batch, config, block_size)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config)
     pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
     return out, {"layers": cache["layers"], "mtp": pages}
+
+
+def _mtp_input(layer: Params, embedded: Tensor, hidden: Tensor, config: DeepseekConfig) -> Tensor:
+    """What an MTP layer starts from: [T, D] embeddings of the next tokens and as many hidden states -> [T, D]."""
+    embedded = rms_norm(embedded, layer["enorm"]["weight"], config.rms_norm_eps)
+    hidden = rms_norm(hidden.reshape(embedded.shape), layer["hnorm"]["weight"], config.rms_norm_eps)
+    return linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
+
+
+def _shared_by_expanded(batch: Batch, config: DeepseekConfig) -> dict[str, Any]:
+    """What every layer of a teacher-forced pass needs of the batch."""
+    mask = causal_mask(batch["positions"], batch["query_lens"])
+    return {
+        "rope": _rope(config, batch["positions"]),
+        "bias": attention_bias(mask, config.num_attention_heads),
+    }
+
+
+def _expanded_layer(
+    layer: Params, x: Tensor, shared: dict[str, Any], config: DeepseekConfig, plan: Plan
+) -> tuple[Tensor, tuple[Params, ...]]:
+    """[T, D] through one layer without a cache; the routing of a MoE layer, or nothing."""
+    attention, rope = layer["self_attn"], shared["rope"]
+    normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+    q_nope, q_pe = _queries(attention, normed, rope, config)
+    sequences, _, queries, _ = shared["bias"].shape
+    latent = _latent(attention, normed, rope, config).reshape(sequences, queries, -1)
+    x = x + _attend_expanded(attention, q_nope, q_pe, latent, shared["bias"], config)
+    y, routing = _mlp(layer, x, config, plan)
+    return x + y, routing
 
 
 def _cached_step(
@@ -335,7 +383,8 @@ def _cached_layer(
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
     x = x + attention(params, q_nope, q_pe, context, shared["bias"], config)
-    return x + _mlp(layer, x, config, plan), {"latent": latent}
+    y, _ = _mlp(layer, x, config, plan)
+    return x + y, {"latent": latent}
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -404,26 +453,26 @@ def _attend_absorbed(
 # --- feed-forward --------------------------------------------------------------------------------------------
 
 
-def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor:
-    """The feed-forward half of a layer, norm included: [T, D] -> [T, D]."""
+def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> tuple[Tensor, tuple[Params, ...]]:
+    """The feed-forward half of a layer, norm included: [T, D] -> [T, D], and the routing of a MoE layer."""
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
-        return swiglu_mlp(params, x)
-    topk_idx, weights = route(params["gate"], x, config)
+        return swiglu_mlp(params, x), ()
+    scores = scores_from_logits(linear_float32(params["gate"]["weight"], x), config.scoring_func)
+    topk_idx, weights = route(params["gate"], scores, config)
     y = moe_experts(x, topk_idx, weights, params["experts"], plan.implementation("moe_experts"))
     if config.n_shared_experts:
         y = y + swiglu_mlp(params["shared_experts"], x)
-    return y
+    return y, ({"scores": scores, "topk_idx": topk_idx},)
 
 
-def route(gate: Params, x: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
-    """Which experts and how much of each, in float32: [T, D] -> topk_idx [T, K] int32, weights [T, K] float32.
+def route(gate: Params, scores: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
+    """Which experts and how much of each: scores [T, E] float32 -> topk_idx [T, K] int32, weights [T, K] float32.
 
     The correction bias only ranks; the mixture uses the plain scores (DeepSeek-V3, equations 12-16). As in the
     published code a single expert's weight is never normalised, and V2 scales only what it does not normalise.
     """
-    scores = scores_from_logits(linear_float32(gate["weight"], x), config.scoring_func)
     choice = scores
     if config.topk_method == "noaux_tc":
         choice = choice + gate["e_score_correction_bias"]

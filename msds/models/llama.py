@@ -107,6 +107,11 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
     return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
 
 
+def forward_train(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> dict[str, Any]:
+    """`forward` in the form that training asks of every family: these models have neither MTP layers nor routing."""
+    return {"logits": forward(params, batch, config, plan)["logits"], "mtp_logits": (), "routing": ()}
+
+
 def prefill(
     params: Params,
     cache: Cache,

@@ -12,6 +12,7 @@ import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor, ops
+from mindspore.ops.primitive import constexpr
 
 from msds_ops.iota import iota
 
@@ -117,6 +118,7 @@ def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[st
     return y.sum(1)
 
 
+@constexpr  # type: ignore[untyped-decorator]  # graph mode cannot differentiate two calls of a function with a loop
 def block_shape(pairs: int, experts: int) -> tuple[int, int]:
     """Rows per block and the number of blocks that always suffices for `pairs` token-expert pairs.
 

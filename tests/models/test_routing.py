@@ -10,6 +10,8 @@ import pytest
 from msds.config import read_config
 from msds.models import deepseek
 from msds_graphs.compile import compile
+from msds_ops.linear import linear_float32
+from msds_ops.moe import scores_from_logits
 
 SCORES = [0.60, 0.10, 0.50, 0.45, 0.70, 0.05, 0.20, 0.20]
 """Eight experts in four groups of two."""
@@ -25,7 +27,8 @@ def route(tiny):
         config = replace(read_config(tiny(base)), **{**V3, **fields})
 
         def step(bound, donated, batch):
-            topk_idx, weights = deepseek.route(batch["gate"], batch["x"], config)
+            scores = scores_from_logits(linear_float32(batch["gate"]["weight"], batch["x"]), config.scoring_func)
+            topk_idx, weights = deepseek.route(batch["gate"], scores, config)
             return {"experts": topk_idx, "weights": weights}, donated
 
         scores = np.asarray(scores, np.float64)

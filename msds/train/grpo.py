@@ -1,0 +1,241 @@
+"""GRPO: answers are sampled by the engine that serves, judged, and the policy moves towards the better ones.
+
+Rollouts and training share nothing but weights: each round puts the trained tree into the engine's compiled steps
+(`LLM.update_weights`, no compilation), samples a group of answers per task, and takes one optimiser step on them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from msds.engine.sequence import Output
+from msds.errors import TrainingError
+from msds.llm import LLM
+from msds.model import Model
+from msds.sampling import SamplingParams
+from msds.train.data import Example, build_batch, split_batch
+from msds.train.objectives import Grpo, plain_logprobs
+from msds.train.optimizer import AdamW
+from msds.train.save import named, read_state, write_folder, write_state
+from msds.train.step import COMMON_BATCH, TrainStep
+from msds.train.trainer import LOG_NAME, STATE_NAME, canonical
+from msds.train.verifiable import Task, is_correct
+from msds_graphs.binding import assign, bind, fresh_prefix, to_numpy
+from msds_graphs.compile import compile
+
+Array = npt.NDArray[Any]
+Reward = Callable[[Task, str], float]
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """tasks_per_round groups of group_size answers make one optimiser step, in micro-batches of micro_batch texts.
+
+    max_tokens: of an answer; one that is cut there is judged as it stands. lengths: as in `TrainOptions`.
+    """
+
+    rounds: int
+    tasks_per_round: int = 16
+    group_size: int = 8
+    micro_batch: int = 64
+    learning_rate: float = 1e-4
+    temperature: float = 1.0
+    max_tokens: int = 96
+    lengths: tuple[int, ...] = (128,)
+    seed: int = 0
+    save_every: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "tasks_per_round", "micro_batch", "max_tokens", "save_every"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if self.group_size < 2:
+            raise TrainingError(f"group_size is {self.group_size}: advantages within a group need at least 2 answers")
+        if not self.temperature > 0:
+            raise TrainingError(f"temperature is {self.temperature}: answers of a group must differ, so it is above 0")
+        answers = self.tasks_per_round * self.group_size
+        if answers % self.micro_batch:
+            raise TrainingError(f"{answers} answers a round do not divide into micro-batches of {self.micro_batch}")
+
+
+def group_advantages(rewards: Array) -> Array:
+    """(r - mean) / std within each group: [P, G] -> [P, G] float32 (DeepSeekMath, section 4.1.2).
+
+    A group whose rewards are all equal says nothing: its advantages are 0.
+    """
+    rewards = np.asarray(rewards, np.float64)
+    centred = rewards - rewards.mean(axis=1, keepdims=True)
+    spread = rewards.std(axis=1, keepdims=True)
+    return np.where(spread > 1e-9, centred / np.maximum(spread, 1e-9), 0.0).astype(np.float32)
+
+
+def right_answer(task: Task, text: str) -> float:
+    """The reward of DeepSeek-R1-Zero's accuracy part: 1 for a right final answer, 0 otherwise."""
+    return float(is_correct(task, text))
+
+
+class Reinforcer:
+    """Reinforces a model on tasks, keeping state and log in `folder`; goes on from a state that it finds there."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        policy: Model,
+        folder: Path,
+        options: GrpoOptions,
+        *,
+        objective: Grpo | None = None,
+        optimizer: AdamW | None = None,
+        reward: Reward = right_answer,
+    ) -> None:
+        self.llm = llm
+        self.policy = policy
+        self.folder = folder
+        self.options = options
+        self.reward = reward
+        self.done = 0
+        start = canonical(policy)
+        shapes = [{"S": options.micro_batch, "Q": length} for length in options.lengths]
+        self.step = TrainStep(
+            policy.config,
+            start,
+            buckets=shapes,
+            objective=objective or Grpo(),
+            optimizer=optimizer or AdamW(weight_decay=0.0),
+            plan=policy.plan,
+        )
+        self._reference = compile(
+            plain_logprobs(policy.config, policy.plan),
+            bound=bind(start, fresh_prefix("reference")),
+            batch=COMMON_BATCH,
+            buckets=shapes,
+            outputs=(),
+            name="reference",
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / STATE_NAME).exists():
+            self._resume()
+
+    def run(self, tasks: Sequence[Task], progress: Callable[[str], None] | None = print) -> None:
+        """Rounds up to options.rounds; the state is saved every so many rounds, at the end, and on an interrupt."""
+        say, since = progress or (lambda line: None), self.done
+        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
+            try:
+                while self.done < self.options.rounds:
+                    line = self._round(self._pick(tasks))
+                    log.write(json.dumps(line) + "\n")
+                    log.flush()
+                    shown = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "round")
+                    say(f"round {line['round']}/{self.options.rounds}  {shown}")
+                    if self.done % self.options.save_every == 0:
+                        self.save()
+            finally:
+                if self.done > since:
+                    self.save()
+
+    def save(self) -> None:
+        """Write the state: parameters, moments, and how far the run is."""
+        arrays: dict[str, Any] = {}
+        for part in ("params", "first", "second"):
+            arrays |= dict(named(part, self.step.paths, [to_numpy(leaf) for leaf in self.step.state[part]]))
+        write_state(self.folder / STATE_NAME, arrays, {"done": self.done, "options": self._identity()})
+
+    def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
+        """The reinforced weights as a Hugging Face folder, tokenizer included."""
+        return write_folder(target, self.policy.folder, self.step.params(), self.policy.config, dtype=dtype)
+
+    def _pick(self, tasks: Sequence[Task]) -> list[Task]:
+        """The tasks of this round, the same in a resumed run."""
+        return random.Random(f"{self.options.seed}:{self.done}").sample(list(tasks), self.options.tasks_per_round)
+
+    def _round(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        options, started = self.options, time.monotonic()
+        self.llm.update_weights(canonical_of_main(self.llm, self.step.params()))
+        sampling = SamplingParams(
+            n=options.group_size,
+            temperature=options.temperature,
+            max_tokens=options.max_tokens,
+            seed=options.seed * 1_000_003 + self.done,
+            logprobs=0,
+        )
+        # one seed for all tasks would draw the same numbers in each
+        each = [_with_seed(sampling, index) for index in range(len(tasks))]
+        outputs = self.llm.chat([task.prompt for task in tasks], each)
+        sampled = time.monotonic()
+        rewards = np.array(
+            [self.reward(tasks[output.prompt_index], output.text) for output in outputs], np.float32
+        ).reshape(len(tasks), options.group_size)
+        batch = self._batch(tasks, outputs, rewards)
+        parts = split_batch(batch, len(outputs) // options.micro_batch)
+        for part in parts:
+            part["ref_logprobs"] = self._reference({name: part[name] for name in COMMON_BATCH})["logprobs"]
+        report = self.step(parts, rate=options.learning_rate, step=self.done + 1)
+        self.done += 1
+        lengths = [len(output.token_ids) for output in outputs]
+        return {
+            "round": self.done,
+            "reward": round(float(rewards.mean()), 4),
+            "mixed_groups": round(float((rewards.std(axis=1) > 0).mean()), 4),
+            "answer_tokens": round(float(np.mean(lengths)), 1),
+            **{name: round(value, 6) for name, value in report.values.items()},
+            "sampling_seconds": round(sampled - started, 2),
+            "training_seconds": round(time.monotonic() - sampled, 2),
+        }
+
+    def _batch(self, tasks: Sequence[Task], outputs: Sequence[Output], rewards: Array) -> dict[str, Array]:
+        """Weights 1 / (P G |o|) on the answers' tokens, and what the policy said of them when it wrote them."""
+        prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
+        examples = [
+            Example((*prompts[output.prompt_index], *output.token_ids), len(prompts[output.prompt_index]))
+            for output in outputs
+        ]
+        batch = build_batch(examples, self.options.lengths)
+        batch["advantages"] = group_advantages(rewards).reshape(-1)
+        batch["old_logprobs"] = np.zeros_like(batch["weights"])
+        for row, (example, output) in enumerate(zip(examples, outputs, strict=True)):
+            answer = slice(example.num_prompt, len(example.token_ids))
+            assert output.logprobs is not None
+            batch["old_logprobs"][row, answer] = [one.logprob for one in output.logprobs]
+            batch["weights"][row] = 0.0
+            batch["weights"][row, answer] = 1.0 / (len(outputs) * len(output.token_ids))
+        return batch
+
+    def _identity(self) -> dict[str, Any]:
+        options = asdict(self.options)
+        for name in ("rounds", "save_every"):
+            del options[name]
+        options["lengths"] = list(options["lengths"])
+        return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
+
+    def _resume(self) -> None:
+        arrays, record = read_state(self.folder / STATE_NAME)
+        if record["options"] != self._identity():
+            raise TrainingError(
+                f"{self.folder / STATE_NAME} is of a run with {record['options']}, this one has {self._identity()}: "
+                "use the same options, or another folder"
+            )
+        for part in ("params", "first", "second"):
+            assign(self.step.state[part], tuple(arrays[f"{part}.{path}"] for path in self.step.paths))
+        self.done = int(record["done"])
+
+
+def _with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
+    from dataclasses import replace
+
+    assert sampling.seed is not None
+    return replace(sampling, seed=sampling.seed * 10_007 + index)
+
+
+def canonical_of_main(llm: LLM, tree: Any) -> Any:
+    """A trained tree as the serving model takes it: without MTP layers where it was loaded without them."""
+    spec = llm.model.functions.spec(llm.model.config, llm.model.dtype)
+    return {**tree, "mtp": ()} if "mtp" in spec and not spec["mtp"] else tree

@@ -1,0 +1,182 @@
+"""Supervised training of a checkpoint on conversations: the loop, its log, and a state that resumes bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msds.errors import TrainingError
+from msds.model import Model
+from msds.train.data import Batches, Example, split_batch
+from msds.train.objectives import ObjectiveSettings
+from msds.train.optimizer import AdamW, Schedule
+from msds.train.save import named, read_state, write_folder, write_state
+from msds.train.step import Precision, StepReport, TrainStep
+from msds_graphs.binding import assign, to_numpy
+from msds_graphs.trees import tree_map
+
+logger = logging.getLogger("msds")
+
+STATE_NAME = "state.safetensors"
+LOG_NAME = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long and how fast. lengths: text lengths that batches are padded to, one compiled graph each."""
+
+    steps: int
+    learning_rate: float = 1e-3
+    batch_size: int = 64
+    accumulation: int = 1
+    lengths: tuple[int, ...] = (128,)
+    warmup_steps: int = 100
+    decay_steps: int = 0
+    seed: int = 0
+    save_every: int = 200
+    log_every: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "accumulation", "save_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise TrainingError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        if not self.lengths or min(self.lengths) < 2:
+            raise TrainingError(f"lengths are {self.lengths}: give at least one of at least 2 tokens")
+        if self.batch_size % self.accumulation:
+            raise TrainingError(f"a batch of {self.batch_size} does not divide into {self.accumulation} micro-batches")
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate by step."""
+        return Schedule(self.learning_rate, self.steps, self.warmup_steps, self.decay_steps)
+
+
+class Trainer:
+    """Trains a loaded model (with its MTP layers, if it has any) in `folder`, which keeps state and log.
+
+    A folder that holds a state goes on from it; TrainingError when it belongs to a run with other options.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        folder: Path,
+        options: TrainOptions,
+        *,
+        objective: ObjectiveSettings | None = None,
+        optimizer: AdamW | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        self.model = model
+        self.folder = folder
+        self.options = options
+        self.done = 0
+        size = options.batch_size // options.accumulation
+        self.step = TrainStep(
+            model.config,
+            canonical(model),
+            buckets=[{"S": size, "Q": length} for length in options.lengths],
+            objective=objective,
+            optimizer=optimizer,
+            precision=precision,
+            plan=model.plan,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / STATE_NAME).exists():
+            self._resume()
+
+    def run(self, examples: Sequence[Example], progress: Callable[[str], None] | None = print) -> None:
+        """Train up to options.steps; the state is saved every so many steps, at the end, and on an interrupt."""
+        options, schedule = self.options, self.options.schedule
+        batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
+        say = progress or (lambda line: None)
+        started, tokens, since = time.monotonic(), 0, self.done
+        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
+            try:
+                while self.done < options.steps:
+                    batch = batches[self.done]
+                    report = self.step(
+                        split_batch(batch, options.accumulation), rate=schedule.rate(self.done), step=self.done + 1
+                    )
+                    self.done += 1
+                    tokens += int(batch["query_lens"].sum())
+                    if self.done % options.log_every == 0 or self.done == options.steps:
+                        seconds = time.monotonic() - started
+                        line = self._line(report, tokens / seconds, schedule.rate(self.done - 1))
+                        log.write(json.dumps(line) + "\n")
+                        log.flush()
+                        say(_render(line, options.steps))
+                        started, tokens = time.monotonic(), 0
+                    if self.done % options.save_every == 0:
+                        self.save()
+            finally:
+                if self.done > since:
+                    self.save()
+
+    def save(self) -> None:
+        """Write the state: parameters, moments, how far the run is, and with which options."""
+        paths, state = self.step.paths, self.step.state
+        arrays: dict[str, Any] = {}
+        for part in ("params", "first", "second"):
+            arrays |= dict(named(part, paths, [to_numpy(leaf) for leaf in state[part]]))
+        write_state(self.folder / STATE_NAME, arrays, {"done": self.done, "options": self._identity()})
+
+    def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
+        """The trained weights as a Hugging Face folder, tokenizer included."""
+        return write_folder(target, self.model.folder, self.step.params(), self.model.config, dtype=dtype)
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share; how long it trains and how often it logs may change."""
+        options = asdict(self.options)
+        for name in ("steps", "decay_steps", "save_every", "log_every", "learning_rate", "warmup_steps"):
+            del options[name]
+        options["lengths"] = list(options["lengths"])
+        return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
+
+    def _resume(self) -> None:
+        arrays, record = read_state(self.folder / STATE_NAME)
+        if record["options"] != self._identity():
+            raise TrainingError(
+                f"{self.folder / STATE_NAME} is of a run with {record['options']}, this one has {self._identity()}: "
+                "use the same options, or another folder"
+            )
+        for part in ("params", "first", "second"):
+            values = tuple(arrays[f"{part}.{path}"] for path in self.step.paths)
+            assign(self.step.state[part], values)
+        self.done = int(record["done"])
+        logger.info("going on from step %d", self.done)
+
+    def _line(self, report: StepReport, speed: float, rate: float) -> dict[str, Any]:
+        line: dict[str, Any] = {"step": self.done, "rate": rate, "tokens_per_second": round(speed)}
+        line |= {name: round(value, 5) for name, value in report.values.items()}
+        if report.expert_counts.size:
+            loads = report.expert_counts / report.expert_counts.mean(axis=1, keepdims=True)
+            line["max_expert_load"] = round(float(loads.max()), 2)
+        return line
+
+
+def canonical(model: Model) -> Any:
+    """The canonical tree of a loaded model, without derived leaves, as NumPy arrays of its own."""
+    spec = model.functions.spec(model.config, model.dtype)
+    return _like(spec, tree_map(lambda leaf: np.array(to_numpy(leaf)), model.params))
+
+
+def _like(spec: Any, tree: Any) -> Any:
+    """The part of a tree that a spec names."""
+    if isinstance(spec, Mapping):
+        return {key: _like(child, tree[key]) for key, child in spec.items()}
+    if isinstance(spec, tuple):
+        return tuple(_like(child, part) for child, part in zip(spec, tree, strict=True))
+    return tree
+
+
+def _render(line: Mapping[str, Any], total: int) -> str:
+    shown = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name not in ("step", "tokens_per_second"))
+    return f"step {line['step']}/{total}  {shown}  {line['tokens_per_second']} tok/s"

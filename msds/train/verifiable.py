@@ -1,0 +1,68 @@
+"""Problems with an answer that can be checked: how they are read, and whether a reply is right. No tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msds.errors import TrainingError
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Task:
+    """prompt: the messages up to the question. answer: what the reply must come to. kind: for reports."""
+
+    prompt: tuple[Mapping[str, Any], ...]
+    answer: str
+    kind: str
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks of a JSON-lines file: {"messages": [...], "answer": "...", "kind": "..."}; TrainingError names the line.
+
+    A last message of the assistant is left out: it is how a training text answers. kind may be missing.
+    """
+    tasks: list[Task] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainingError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            messages: Sequence[Mapping[str, Any]] = fields["messages"]
+            prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            task = Task(tuple(prompt), fields["answer"], fields.get("kind", "all"))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            raise TrainingError(f'{path}, line {number}: it must be {{"messages": [...], "answer": "..."}}') from None
+        if not prompt or not isinstance(task.answer, str) or not isinstance(task.kind, str):
+            raise TrainingError(f"{path}, line {number}: messages must hold a question; answer and kind are strings")
+        tasks.append(task)
+    if not tasks:
+        raise TrainingError(f"{path} holds no task")
+    return tasks
+
+
+def visible(text: str) -> str:
+    """A reply without its reasoning: what follows the first </think>; nothing if the reasoning never ends."""
+    return text.split("</think>", 1)[1].strip() if "</think>" in text else ""
+
+
+def is_correct(task: Task, text: str) -> bool:
+    """Whether the reply after the reasoning comes to the answer.
+
+    A numeric answer is compared with the last number of the reply, as numbers; any other with the whole reply.
+    """
+    reply = visible(text)
+    if not _NUMBER.fullmatch(task.answer):
+        return reply == task.answer
+    found = _NUMBER.findall(reply)
+    return bool(found) and float(found[-1].replace(",", "")) == float(task.answer.replace(",", ""))
