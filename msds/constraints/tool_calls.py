@@ -71,22 +71,26 @@ class ToolCalls(Constraint):
 
     def parts(self, tokenizer: Tokenizer, name: str = ANSWER) -> Parts:
         layout = self.layout
-        opening, closing = lark_text(layout.opening, tokenizer), lark_text(layout.closing, tokenizer)
+        begin, closing = lark_text(layout.begin, tokenizer), lark_text(layout.closing, tokenizer)
         more = "" if self.is_single else f"({lark_text(layout.between, tokenizer)} call)*"
         rules = [
-            f"start: {self._start(tokenizer)}",
-            f"calls: {opening} call {more} {closing}",
-            "call: " + " | ".join(f"call_{number}" for number in range(len(self.functions))),
+            f"calls: {lark_text(self._marker, tokenizer)} calls_rest",
+            f"calls_rest: {'call' if layout.opening else 'call_rest'} {more} {closing}",
+            f"call: {begin} call_rest",
+            "call_rest: " + " | ".join(f"call_{number}" for number in range(len(self.functions))),
         ]
         parts: Parts = {}
-        before, after = layout.call.split("ARGUMENTS")
+        before, after = layout.call.removeprefix(layout.begin).split("ARGUMENTS")
         for number, function in enumerate(self.functions):
             head = lark_text(before.replace("NAME", function.name), tokenizer)
             rules.append(f"call_{number}: {head} @arguments_{number} {lark_text(after, tokenizer)}")
             parts[f"arguments_{number}"] = {"json_schema": with_whitespace(function.parameters.schema)}
-        if isinstance(self.otherwise, AnyText):
-            rules.append(self._free_text(tokenizer))
-        elif self.otherwise is not None:
+        if self.otherwise is None:
+            rules.append("start: calls")
+        elif isinstance(self.otherwise, AnyText):
+            rules += self._free_text(tokenizer)
+        else:
+            rules.append("start: calls | @otherwise")
             parts |= self.otherwise.parts(tokenizer, "otherwise")
         return {name: {"lark_grammar": "\n".join(rules)}, **parts}
 
@@ -99,14 +103,16 @@ class ToolCalls(Constraint):
         if self.otherwise is not None:
             self.otherwise.check(accepts)
 
-    def _start(self, tokenizer: Tokenizer) -> str:
-        if self.otherwise is None:
-            return "calls"
-        return "TEXT | TEXT calls | calls" if isinstance(self.otherwise, AnyText) else "calls | @otherwise"
+    @property
+    def _marker(self) -> str:
+        """What the first call begins with."""
+        return self.layout.opening or self.layout.begin
 
-    def _free_text(self, tokenizer: Tokenizer) -> str:
-        """Text in which no call begins: a marker that is a control token cannot be in it, another one is left out."""
-        marker = self.layout.opening or self.layout.begin
-        if marker in tokenizer.control_ids:
-            return "TEXT: /(?s:.+)/"
-        return f"TEXT: /(?s:.+)/ & ~/(?s:.*){re.escape(marker).replace('/', '[/]')}(?s:.*)/"
+    def _free_text(self, tokenizer: Tokenizer) -> list[str]:
+        """Text, and calls from the first marker on: a control token, which is in no text, or text that ends the rule
+        at once (`lazy`)."""
+        text = "TEXT: /(?s:.+)/"
+        if self._marker in tokenizer.control_ids:
+            return ["start: TEXT | TEXT calls | calls", text]
+        lead = re.escape(self._marker).replace("/", "[/]")
+        return ["start: TEXT | lead calls_rest", f"lead[lazy]: /(?s:.*){lead}/", text]

@@ -32,9 +32,9 @@ class Output:
     """One finished answer.
 
     text: what the tokens say, cut before a stop string; empty without a tokenizer. token_ids: every generated id, the
-    end token included. finish_reason: "stop" (end token, stop string or a fulfilled constraint), "length" (max_tokens or
-    the context), "abort" (given up by its owner), or "error" (`error` says what broke; the tokens before it stand).
-    logprobs: one per token, where asked for. prompt_logprobs: one per prompt token, None for the first, where asked for.
+    end token included. finish_reason: "stop" (end token, stop string or a fulfilled constraint), "length" (max_tokens
+    or the context), "abort" (given up by its owner), or "error" (`error` says what broke; the tokens before it stand).
+    logprobs: one per token, where asked for. prompt_logprobs: one per prompt token, None for the first, likewise.
     """
 
     text: str

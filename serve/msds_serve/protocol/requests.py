@@ -40,9 +40,9 @@ class StreamOptions:
 class ChatRequest:
     """A checked /v1/chat/completions body. stream: None for one JSON answer.
 
-    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter. tools
-    are as they came, for the template; `tool_choice` is settled, so "none" also stands for no tools. With "none" the
-    template gets no tools and no calls are parsed.
+    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter.
+    tools are as they came, for the template; `tool_choice` is settled, so "none" also stands for no tools. With "none"
+    the template gets no tools and no calls are parsed.
     """
 
     model: str
