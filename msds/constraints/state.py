@@ -83,7 +83,7 @@ class ConstraintState:
         """How many of these tokens, one after the other, are allowed from here. The state is not changed."""
         ahead = self.copy()
         for count, token_id in enumerate(token_ids):
-            if not ahead.mask[token_id]:
+            if token_id >= self._table.size or not ahead.mask[token_id]:
                 return count
             ahead.accept(token_id)
         return len(token_ids)

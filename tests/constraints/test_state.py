@@ -153,6 +153,7 @@ def test_drafts_are_judged_token_by_token_and_change_nothing(compiler: GrammarCo
         assert state.count_valid(good) == len(good)
         assert state.count_valid([*good, *bad]) == len(good)
         assert state.count_valid([]) == 0
+        assert state.count_valid([compiler._tokenizer.vocab_size]) == 0  # padding of the model's vocabulary
         assert allowed(compiler, state) == before
         for count, id_ in enumerate(good):
             assert state.count_valid(good[count:]) == len(good) - count
