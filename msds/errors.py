@@ -25,6 +25,10 @@ class SamplingError(MsdsError):
     """A sampling parameter outside its range, or a combination that contradicts itself."""
 
 
+class ConstraintError(SamplingError):
+    """A constraint on the text that cannot be kept: an impossible or unsupported schema, a grammar that is wrong."""
+
+
 class OptionError(MsdsError):
     """An engine option (dtype, memory, lengths) that this machine or model cannot honour."""
 

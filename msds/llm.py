@@ -20,6 +20,7 @@ from msds.model import Model, check_token_ids, load
 from msds.models import model_functions
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
+from msds.text.reasoning import Start
 from msds.weights import without_mtp
 from msds_graphs.plan import Plan
 from msds_graphs.trees import Tree, tree_flatten
@@ -82,7 +83,8 @@ class LLM:
         """
         batch = _as_prompts(prompts)
         token_ids = [self._encode(prompt) for prompt in batch]
-        return self._run(token_ids, self._params_for(sampling, len(batch)), on_text)
+        prepared = [(ids, Start.CLOSED) for ids in token_ids]
+        return self._run(prepared, self._params_for(sampling, len(batch)), on_text)
 
     def chat(
         self,
@@ -96,14 +98,16 @@ class LLM:
         """As `generate`, for one conversation or a list of them, rendered by the checkpoint's chat template.
 
         messages: OpenAI's form, [{"role": "user", "content": "..."}]. tools and chat_template_kwargs go to the
-        template as they are.
+        template as they are. A constraint is in force after the thinking, as the rendered prompt leaves it.
         """
         conversations = _as_conversations(messages)
         token_ids = [
             self.model.chat.encode(conversation, tools=tools, template_kwargs=chat_template_kwargs)
             for conversation in conversations
         ]
-        return self._run(token_ids, self._params_for(sampling, len(token_ids)), on_text)
+        chat, with_tools = self.model.chat, bool(tools)
+        prepared = [(ids, chat.start_of_answer(ids, with_tools=with_tools)) for ids in token_ids]
+        return self._run(prepared, self._params_for(sampling, len(token_ids)), on_text)
 
     def default_sampling(self, **explicit: Any) -> SamplingParams:
         """Sampling parameters of the checkpoint's generation_config.json, with `explicit` ones on top."""
@@ -124,12 +128,17 @@ class LLM:
         self.num_weight_updates += 1
 
     def _run(
-        self, token_ids: Sequence[Sequence[int]], params: Sequence[SamplingParams], on_text: TextListener | None
+        self,
+        prompts: Sequence[tuple[Sequence[int], Start]],
+        params: Sequence[SamplingParams],
+        on_text: TextListener | None,
     ) -> list[Output]:
         if self.engine.has_work:
             raise OptionError("this LLM is generating already: one call at a time; AsyncEngine serves several")
-        for ids in token_ids:
+        for ids, _ in prompts:
             check_token_ids(ids, self.model.config.vocab_size)
+        # all of them before anything runs; the references keep them ready
+        _grammars = [self.engine.compile(one.constraint) for one in params if one.constraint is not None]
         outputs: list[Output] = []
 
         def listen(sequence: GenerationSequence, delta: Delta) -> None:
@@ -139,8 +148,8 @@ class LLM:
                 outputs.append(sequence.output())
 
         try:
-            for index, (ids, sampling) in enumerate(zip(token_ids, params, strict=True)):
-                self.engine.add(ids, sampling, listen, RequestInfo(prompt_index=index))
+            for index, ((ids, start), sampling) in enumerate(zip(prompts, params, strict=True)):
+                self.engine.add(ids, sampling, listen, RequestInfo(prompt_index=index, start=start))
             while self.engine.step():
                 pass
         finally:

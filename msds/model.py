@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from msds.checkpoint import MANIFEST_NAME, Checkpoint, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
+from msds.constraints.grammars import GrammarCompiler
 from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
 from msds.models import model_functions
 from msds.options import EngineOptions
@@ -30,8 +31,8 @@ class Model:
 
     config: as loaded (MTP layers counted only if they are in the tree). params: the canonical tree with the derived
     leaves beside it, bound as MindSpore Parameters. functions: the module of pure functions (spec, cache_spec,
-    forward, prefill, decode, and mtp for DeepSeek). plan: which implementation each op uses. tokenizer: None where the
-    folder has none. generation: defaults of generation_config.json.
+    forward, prefill, decode, and mtp for DeepSeek). plan: which implementation each op uses. tokenizer, and grammars,
+    which compiles constraints for it: None where the folder has none. generation: defaults of generation_config.json.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Model:
         self.dtype = dtype
         self.params = bind(functions.derive(params, config=config), fresh_prefix("params"))
         self.tokenizer: Tokenizer | None = Tokenizer.open(folder) if has_tokenizer(folder) else None
+        self.grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer)
         self._chat: ChatFormat | None = None
         self.generation: GenerationConfig = read_generation_config(folder)
         self._forward: Any = None

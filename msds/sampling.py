@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from msds.constraints import Constraint
 from msds.errors import SamplingError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ _FILE_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"
 class SamplingParams:
     """Sampling parameters with the names and meanings of OpenAI's API and vLLM's additions to it.
 
-    The order in which they act: repetition, presence and frequency penalty, logit bias, min_tokens,
+    The order in which they act: repetition, presence and frequency penalty, logit bias, constraint, min_tokens,
     temperature, top_k, top_p, min_p; the last four always leave one token. SamplingError names the field, its
     value and what is legal; NaN, infinities, and booleans or fractions for whole numbers are refused.
     """
@@ -45,7 +46,8 @@ class SamplingParams:
     max_tokens: int | None = None
     """>= 1. Tokens to generate at most; None is the rest of the context."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token is chosen, and no stop string ends the text, before so many tokens."""
+    """No end-of-sequence or stop token is chosen, and no stop string ends the text, before so many tokens. A constraint
+    that leaves nothing else to choose goes first."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; given as one string or a list."""
     stop_token_ids: tuple[int, ...] = ()
@@ -62,6 +64,10 @@ class SamplingParams:
     """Token id -> number in [-100, 100] that is added to its logit."""
     skip_special_tokens: bool = True
     """Leave the special tokens out of the text."""
+    constraint: Constraint | None = None
+    """What the text must be, such as JsonSchema({...}) of msds.constraints; after thinking, where there is any. The
+    text ends ("stop") as soon as it can only end. One that runs out of tokens is cut ("length"), and one that a stop
+    string or one of stop_token_ids ends is what was there before it."""
 
     def __post_init__(self) -> None:
         put = _Fields(self)
@@ -84,6 +90,7 @@ class SamplingParams:
         put.integer("prompt_logprobs", minimum=0, optional=True)
         put.bias("logit_bias")
         put.flag("skip_special_tokens")
+        put.constraint("constraint")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
 
@@ -161,6 +168,11 @@ class _Fields:
         ):
             self._refuse(name, value, "a mapping of token ids (integers >= 0) to numbers from -100 to 100")
         self._store(name, {int(id_): float(bias) for id_, bias in values.items()})
+
+    def constraint(self, name: str) -> None:
+        value = getattr(self._params, name)
+        if value is not None and not isinstance(value, Constraint):
+            self._refuse(name, value, "a form of msds.constraints, such as JsonSchema({...}), or None")
 
     def _store(self, name: str, value: object) -> None:
         object.__setattr__(self._params, name, value)  # the dataclass is frozen for everyone else

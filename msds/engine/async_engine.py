@@ -91,6 +91,10 @@ class AsyncEngine:
         self._fail_if_stopped()
         self._tellers.add(tell)
         try:
+            # compiled here, so that the engine's thread finds it ready while this reference lasts
+            _grammar = None
+            if params.constraint is not None:
+                _grammar = await asyncio.to_thread(self.engine.compile, params.constraint)
             adding = self._submit(lambda: self.engine.add(prompt_ids, params, lambda s, d: tell((s, d)), info))
             try:
                 sequences = await asyncio.wrap_future(adding)

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from msds.constraints import Constraint
 from msds.engine.batch import Row
 from msds.engine.block_pool import BlockPool
 from msds.engine.sampler import SequenceState, sample, token_logprobs
 from msds.engine.schedule_types import PrefillStep, ScheduledRow, SchedulerPolicy, SchedulerStats, Step
 from msds.engine.scheduler import Scheduler
 from msds.engine.sequence import Delta, GenerationSequence, Listener, RequestInfo
-from msds.errors import PromptError
+from msds.errors import PromptError, SamplingError
 from msds.sampling import SamplingParams
 
 if TYPE_CHECKING:
+    from msds.constraints.grammars import CompiledGrammar
     from msds.engine.runner import Runner, StepResult
 
 logger = logging.getLogger("msds")
@@ -60,6 +62,15 @@ class Engine:
         """Gauges and counters now."""
         return self._scheduler.stats
 
+    def compile(self, constraint: Constraint) -> CompiledGrammar:
+        """The grammar of a constraint, from any thread; hold it until the request is added, and adding costs nothing.
+
+        ConstraintError for one that cannot be kept, SamplingError without a tokenizer.
+        """
+        if self.runner.model.grammars is None:
+            raise SamplingError("a constraint needs a tokenizer, which this folder lacks: leave it out")
+        return self.runner.model.grammars.compile(constraint)
+
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -69,8 +80,8 @@ class Engine:
     ) -> list[GenerationSequence]:
         """Queue the `n` answers of one prompt, all or none.
 
-        `listener` hears of every token. PromptError or OptionError, with the numbers, for what can never run,
-        QueueFullError for what cannot be queued now.
+        `listener` hears of every token. PromptError, SamplingError or OptionError, with the numbers, for what can never
+        run, QueueFullError for what cannot be queued now.
         """
         info = info or RequestInfo()
         max_tokens = self._check_length(prompt_ids, params, info)
@@ -152,6 +163,10 @@ class Engine:
     ) -> GenerationSequence:
         model = self.runner.model
         end_ids = frozenset[int]() if params.ignore_eos else model.eos_token_ids
+        constraint = None
+        if params.constraint is not None:
+            hidden = model.tokenizer.special_ids if model.tokenizer and params.skip_special_tokens else ()
+            constraint = self.compile(params.constraint).start(info.start, hidden=hidden)
         state = SequenceState(
             params,
             seed=seed,
@@ -159,6 +174,7 @@ class Engine:
             prompt_ids=prompt_ids,
             end_ids=end_ids,
             vocab_size=model.config.vocab_size,
+            constraint=constraint,
         )
         return GenerationSequence(
             next(self._ids),

@@ -1,6 +1,6 @@
 """From logits to tokens, on the host in NumPy: the definition of what sampling parameters do.
 
-Per row, in this order: penalties, logit bias, min_tokens, temperature, top_k, top_p, min_p, then one draw.
+Per row, in this order: penalties, logit bias, constraint, min_tokens, temperature, top_k, top_p, min_p, then one draw.
 Each row is computed by itself, and its random number is a function of (seed, choice, position) alone, so what
 a row gives does not depend on the rows beside it.
 
@@ -14,7 +14,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from msds.errors import SamplingError
+from msds.constraints.state import ConstraintState
+from msds.errors import ConstraintError, SamplingError
 from msds.sampling import SamplingParams
 from msds_ops.random import stream_key, uniform_of_key
 
@@ -30,6 +31,8 @@ _BIN_SHIFT = 52 - 6
 _ONE_BITS = int(np.float64(1).view(np.int64)) >> _BIN_SHIFT
 _LAST_BIN = 64 * 40
 _HEAD = 1e-6  # a peaked distribution holds its nucleus in the tokens above this share of the best
+
+_NO_IDS: Ids = np.empty(0, np.int64)
 
 _BLOCK = 128  # values to a block in `_largest` and `_invert`
 
@@ -62,7 +65,8 @@ class SequenceState:
 
     `seed` is the request's (drawn once if the request brings none), `choice` the number of the answer.
     `end_ids` end the text: min_tokens suppresses them, so leave out those that are ignored (ignore_eos). A
-    recomputed sequence is the same state again: `prompt_ids` are always the request's own prompt.
+    recomputed sequence is the same state again: `prompt_ids` are always the request's own prompt. `constraint`: the
+    state of this answer alone, where the parameters name one.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class SequenceState:
         prompt_ids: Sequence[int],
         end_ids: Collection[int],
         vocab_size: int,
+        constraint: ConstraintState | None = None,
     ) -> None:
         """SamplingError when `params` biases a token that the model does not have."""
         self.params = params
@@ -83,7 +88,10 @@ class SequenceState:
         outside = sorted(id_ for id_ in params.logit_bias if id_ >= vocab_size)
         if outside:
             raise SamplingError(f"logit_bias names token {outside[0]}; the model has the tokens 0 to {vocab_size - 1}")
-        self._end_ids = np.array(sorted({*end_ids, *params.stop_token_ids}), np.int64)
+        self._constraint = constraint
+        self._all_end_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
+        self._end_ids = np.array(sorted(self._all_end_ids), np.int64)
+        self._eos_ids = np.array(sorted(self._all_end_ids - set(params.stop_token_ids)), np.int64)
         self._bias_ids = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
         self._seen = TokenCounts() if params.repetition_penalty != 1 else None
@@ -91,7 +99,7 @@ class SequenceState:
             self._seen.add_all(prompt_ids)
         self._output = TokenCounts() if params.presence_penalty or params.frequency_penalty else None
         self._changes_logits = any(
-            (self._seen is not None, self._output is not None, len(self._bias_ids), params.min_tokens)
+            (self._seen is not None, self._output is not None, len(self._bias_ids), params.min_tokens, constraint)
         )
 
     @property
@@ -104,16 +112,29 @@ class SequenceState:
         """Whether the next token is simply the argmax of the logits and nothing else is asked for."""
         return self.params.temperature == 0 and self.params.logprobs is None and not self._changes_logits
 
+    @property
+    def must_end(self) -> bool:
+        """Whether the constraint is fulfilled and leaves nothing to follow."""
+        try:
+            return self._constraint is not None and self._constraint.must_end
+        except ConstraintError:
+            return False  # it is stuck, which the next sample says
+
     def observe(self, token_id: int) -> None:
-        """Take a chosen token into the history; constant time."""
+        """Take a chosen token into the history; constant time, but for what a constraint needs."""
         self.num_output += 1
+        if self._constraint is not None and token_id not in self._all_end_ids:
+            self._constraint.accept(token_id)
         if self._seen is not None:
             self._seen.add(token_id)
         if self._output is not None:
             self._output.add(token_id)
 
     def adjusted(self, logits: Floats) -> Floats:
-        """The logits [V] after penalties, bias and min_tokens; a copy where anything changes."""
+        """The logits [V] after penalties, bias, constraint and min_tokens; a copy where anything changes.
+
+        ConstraintError: the constraint is stuck.
+        """
         if not self._changes_logits:
             return logits
         params, logits = self.params, logits.copy()
@@ -127,9 +148,28 @@ class SequenceState:
             logits[ids] -= counts * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
         inside = self._bias_ids < len(logits)
         logits[self._bias_ids[inside]] += self._bias[inside]
-        if self.num_output < params.min_tokens:
-            logits[_below(self._end_ids, len(logits))] = -np.inf
+        ends = _below(self._end_ids, len(logits)) if self.num_output < params.min_tokens else _NO_IDS
+        if self._constraint is not None:
+            np.copyto(logits, -np.inf, where=~self._allowed(self._constraint, len(logits), ends))
+        else:
+            logits[ends] = -np.inf
         return logits
+
+    def _allowed(self, constraint: ConstraintState, size: int, suppressed: Ids) -> npt.NDArray[np.bool_]:
+        """Which ids [size] the constraint leaves. End ids are allowed where the text may end, those of the request also
+        where they are text that may come; `suppressed` ones are not, unless nothing else is."""
+        allowed = np.zeros(size, np.bool_)
+        allowed[: len(constraint.mask)] = constraint.mask[:size]
+        may_end = constraint.may_end
+        allowed[_below(self._eos_ids, size)] = may_end
+        if may_end:
+            allowed[_below(self._end_ids, size)] = True
+        if len(suppressed):
+            rest = allowed.copy()
+            rest[suppressed] = False
+            if rest.any():
+                return rest
+        return allowed
 
     def uniform(self) -> float:
         """The random number in [0, 1) of the token to be chosen next."""
@@ -204,7 +244,10 @@ def _sample_row(logits: Floats, state: SequenceState, num_allowed: int) -> Sampl
     if not np.isfinite(peak):
         return _failed(peak)
     params = state.params
-    scores = state.adjusted(logits[:num_allowed])
+    try:
+        scores = state.adjusted(logits[:num_allowed])
+    except ConstraintError as error:
+        return Sampled(-1, error=str(error))
     if scores.max() == -np.inf:
         return Sampled(-1, error="no token is left to choose: every logit is -inf or masked")
     if params.temperature == 0:

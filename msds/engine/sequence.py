@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from msds.engine.sampler import Sampled, SequenceState, TokenLogprobs
 from msds.sampling import SamplingParams
 from msds.text.detokenizer import Detokenizer
+from msds.text.reasoning import Start
 from msds.text.stops import StopMatcher
 from msds.text.tokenizer import Tokenizer
 
@@ -31,9 +32,9 @@ class Output:
     """One finished answer.
 
     text: what the tokens say, cut before a stop string; empty without a tokenizer. token_ids: every generated id, the
-    end token included. finish_reason: "stop" (end token or stop string), "length" (max_tokens or the context),
-    "abort" (given up by its owner), or "error" (`error` says what broke; the tokens before it stand). logprobs: one
-    per token, where asked for. prompt_logprobs: one per prompt token, None for the first, where asked for.
+    end token included. finish_reason: "stop" (end token, stop string or a fulfilled constraint), "length" (max_tokens
+    or the context), "abort" (given up by its owner), or "error" (`error` says what broke; the tokens before it stand).
+    logprobs: one per token, where asked for. prompt_logprobs: one per prompt token, None for the first, likewise.
     """
 
     text: str
@@ -78,12 +79,14 @@ Listener = Callable[["GenerationSequence", Delta], None]
 class RequestInfo:
     """What a request says about all its sequences besides sampling.
 
-    prompt_index: place among the prompts of one call. priority: lower goes first. deadline: monotonic seconds.
+    prompt_index: place among the prompts of one call. priority: lower goes first. deadline: monotonic seconds. start:
+    where the prompt leaves the model, as a constraint must know; a chat's comes from `ChatFormat.start_of_answer`.
     """
 
     prompt_index: int = 0
     priority: int = 0
     deadline: float | None = None
+    start: Start = Start.CLOSED
 
 
 class GenerationSequence:
@@ -178,7 +181,7 @@ class GenerationSequence:
         if self._detokenizer is not None and (not is_end or self.params.include_stop_str_in_output):
             armed = self.num_output >= self.params.min_tokens
             text = self._stops.push(self._detokenizer.push((token,)), armed=armed)
-        if is_end or self._stops.stopped is not None:
+        if is_end or self._stops.stopped is not None or self.state.must_end:
             text = self._close("stop", text)
         elif len(self.token_ids) >= self.max_total_tokens:
             text = self._close("length", text)

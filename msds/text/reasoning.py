@@ -16,7 +16,8 @@ from enum import Enum
 from msds.text.tokenizer import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
-_SPACE = " \t\r\n"  # ASCII alone, so that the token counter can work on bytes
+SPACE = " \t\r\n"
+"""Whitespace that is layout. ASCII alone, so that tokens can be looked at byte by byte."""
 
 
 class Start(Enum):
@@ -51,8 +52,8 @@ class ReasoningParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning. Constraints on the answer begin when this is false and
-        `is_undecided` is too."""
+        """Whether the text so far ends inside the reasoning. Constraints on the answer are in force when this is false
+        and `is_undecided` is too."""
         return self._state in (self._opening, self._leading, self._reasoning)
 
     @property
@@ -83,12 +84,12 @@ class ReasoningParser:
         held, self._held = self._held, ""
         if self.in_reasoning:
             if self._state != self._reasoning:
-                held = held.lstrip(_SPACE)
-            return ReasoningDelta(reasoning=held.rstrip(_SPACE))
+                held = held.lstrip(SPACE)
+            return ReasoningDelta(reasoning=held.rstrip(SPACE))
         return ReasoningDelta(content=held)
 
     def _undecided(self) -> ReasoningDelta:
-        text = self._held.lstrip(_SPACE)
+        text = self._held.lstrip(SPACE)
         if text.startswith(THINK):
             self._held = text.removeprefix(THINK)
             self._state, self._has_opened = self._leading, True
@@ -97,7 +98,7 @@ class ReasoningParser:
         return ReasoningDelta()
 
     def _opening(self) -> ReasoningDelta:
-        text = self._held.lstrip(_SPACE)
+        text = self._held.lstrip(SPACE)
         if text.startswith(THINK):
             self._held = text.removeprefix(THINK)
             self._state = self._leading
@@ -106,7 +107,7 @@ class ReasoningParser:
         return ReasoningDelta()
 
     def _leading(self) -> ReasoningDelta:
-        self._held = self._held.lstrip(_SPACE)
+        self._held = self._held.lstrip(SPACE)
         if self._held:
             self._state = self._reasoning
         return ReasoningDelta()
@@ -115,14 +116,14 @@ class ReasoningParser:
         reasoning, marker, rest = self._held.partition(END_THINK)
         if marker:
             self._held, self._state = rest, self._between
-            return ReasoningDelta(reasoning=reasoning.rstrip(_SPACE))
+            return ReasoningDelta(reasoning=reasoning.rstrip(SPACE))
         sure = len(reasoning) - partial_end(reasoning, (END_THINK,))
-        shown = reasoning[:sure].rstrip(_SPACE)
+        shown = reasoning[:sure].rstrip(SPACE)
         self._held = reasoning[len(shown) :]
         return ReasoningDelta(reasoning=shown)
 
     def _between(self) -> ReasoningDelta:
-        self._held = self._held.lstrip(_SPACE)
+        self._held = self._held.lstrip(SPACE)
         if self._held:
             self._state = self._content
         return ReasoningDelta()
@@ -172,7 +173,7 @@ def start_after(prompt_ids: Sequence[int], tokenizer: Tokenizer, template: str) 
             break
         tail.append(id_)
     if THINK not in tokenizer.control_ids:
-        text = tokenizer.decode(reversed(tail), continuation=True).rstrip(_SPACE)
+        text = tokenizer.decode(reversed(tail), continuation=True).rstrip(SPACE)
         if text.endswith(THINK):
             return Start.OPEN
         if text.endswith(END_THINK):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from msds.engine.async_engine import Update
 from msds_serve.metrics import TokenClock
 from msds_serve.protocol.answers import AnswerDelta, AnswerOptions, make_readers
-from msds_serve.protocol.errors import bad_request
 from msds_serve.protocol.requests import ChatRequest
 from msds_serve.protocol.responses import Head, chat_choice, chat_completion, usage
 from msds_serve.protocol.streaming import ChatStream, Chunk
@@ -25,9 +25,7 @@ class ChatRun:
     async def prepare(self) -> ChatRun:
         """Check what the protocol cannot, render, and queue; everything that can be refused is refused here."""
         request = self._request
-        self._service.check_request(request)
-        if request.tool_choice.forces_call:
-            raise bad_request("tool_choice that forces a call is not supported yet; use auto", param="tool_choice")
+        self._service.check_model(request.model)
         self._prompt: ChatPrompt = await self._service.chat_prompt(request)
         self._answers = AnswerOptions(
             token_bytes=self._service.tokenizer.token_bytes,
@@ -37,8 +35,11 @@ class ChatRun:
             include_reasoning=request.include_reasoning,
             top_logprobs=request.params.logprobs,
         )
-        info = self._service.info(priority=request.priority)
-        self._updates = self._service.generate(self._prompt.token_ids, request.params, info)
+        info = self._service.info(priority=request.priority, start=self._prompt.start)
+        params = replace(request.params, constraint=self._prompt.constraint)
+        self._updates = self._service.generate(
+            self._prompt.token_ids, params, info, constraint_field=request.constraint_field
+        )
         self._clock = TokenClock(self._service.metrics, len(self._prompt.token_ids))
         self._first = await anext(self._updates)
         return self

@@ -31,12 +31,13 @@ class CompletionRun:
     async def prepare(self) -> CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
         request = self._request
-        self._service.check_request(request)
+        self._service.check_model(request.model)
         self._prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
         self._sources = []
         for index, ids in enumerate(self._prompts):
             info = self._service.info(prompt_index=index, priority=request.priority)
-            self._sources.append(self._service.generate(ids, request.params, info))
+            source = self._service.generate(ids, request.params, info, constraint_field=request.constraint_field)
+            self._sources.append(source)
             self._clocks[index] = TokenClock(self._service.metrics, len(ids))
         self._updates: asyncio.Queue[Update | BaseException | None] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(source)) for source in self._sources]

@@ -9,11 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from msds import __version__
+from msds.constraints import Constraint
 from msds.engine.async_engine import AsyncEngine, Update
 from msds.engine.engine import EXPIRED
 from msds.engine.schedule_types import QueueFullError
 from msds.engine.sequence import GenerationSequence, RequestInfo
-from msds.errors import OptionError, TokenizerError
+from msds.errors import ConstraintError, OptionError, TokenizerError
 from msds.llm import LLM
 from msds.sampling import SamplingParams
 from msds.text.chat_format import ChatFormat
@@ -30,8 +31,9 @@ from msds_serve.protocol.errors import (
     server_error,
     timed_out,
 )
-from msds_serve.protocol.requests import ChatRequest, CompletionRequest
+from msds_serve.protocol.requests import ChatRequest
 from msds_serve.protocol.responses import system_fingerprint
+from msds_serve.protocol.tools import call_constraint
 
 RETRY_AFTER_SECONDS = 5
 
@@ -68,11 +70,13 @@ class ServiceOptions:
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A rendered conversation: its token ids, where they leave the model, and the layout of calls to read."""
+    """A rendered conversation: its token ids, where they leave the model, the layout of calls to read, and what the
+    answer must be."""
 
     token_ids: list[int]
     start: Start
     layout: Layout | None
+    constraint: Constraint | None
 
 
 class Service:
@@ -131,12 +135,6 @@ class Service:
         if name is not None and name not in self.options.model_names:
             raise model_not_found(name, self.options.model_names)
 
-    def check_request(self, request: ChatRequest | CompletionRequest) -> None:
-        """ApiError for another model, and for what the protocol knows and this service does not do yet."""
-        self.check_model(request.model)
-        if request.response_format is not None:
-            raise bad_request("response_format other than text is not supported yet", param="response_format")
-
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
         return await asyncio.to_thread(self._chat_prompt, request)
@@ -149,9 +147,12 @@ class Service:
         return self._chat
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo
+        self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo, *, constraint_field: str | None
     ) -> AsyncGenerator[Update, None]:
-        """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break."""
+        """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break.
+
+        constraint_field: the request's field that the constraint comes from.
+        """
         room = self.llm.max_model_len - len(prompt_ids)
         if room < 1:
             raise context_length_exceeded(len(prompt_ids), self.llm.max_model_len)
@@ -168,6 +169,10 @@ class Service:
                 if delta.finish_reason == "error":
                     raise self._failure(sequence)
                 yield sequence, delta
+        except ConstraintError as error:
+            if str(error).startswith("tools["):
+                raise bad_request(str(error), param="tools") from None
+            raise bad_request(f"{constraint_field}: {error}", param=constraint_field) from None
         except QueueFullError as error:
             raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
         except OptionError as error:
@@ -175,11 +180,11 @@ class Service:
         finally:
             await updates.aclose()  # aborts what is left
 
-    def info(self, *, prompt_index: int = 0, priority: int = 0) -> RequestInfo:
+    def info(self, *, prompt_index: int = 0, priority: int = 0, start: Start = Start.CLOSED) -> RequestInfo:
         """What the engine should know of a request that arrives now."""
         timeout = self.options.request_timeout
         deadline = None if timeout is None else time.monotonic() + timeout
-        return RequestInfo(prompt_index=prompt_index, priority=priority, deadline=deadline)
+        return RequestInfo(prompt_index=prompt_index, priority=priority, deadline=deadline, start=start)
 
     def _failure(self, sequence: GenerationSequence) -> ApiError:
         if sequence.error == EXPIRED and self.options.request_timeout is not None:
@@ -201,4 +206,8 @@ class Service:
             template_kwargs=request.template_kwargs,
         )
         start = self.chat.start_of_answer(ids, with_tools=bool(tools))
-        return ChatPrompt(ids, start, self.chat.layout if tools else None)
+        layout, constraint = self.chat.layout if tools else None, request.params.constraint
+        if layout is not None:
+            parallel = request.parallel_tool_calls
+            constraint = call_constraint(layout, tools, request.tool_choice, parallel=parallel, otherwise=constraint)
+        return ChatPrompt(ids, start, layout, constraint)

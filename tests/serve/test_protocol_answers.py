@@ -204,20 +204,6 @@ def test_one_call_ends_the_answer_where_asked():
     assert chat.finish(0, "stop")[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_constraint_begins_after_the_reasoning():
-    (reader,) = make_readers(options(), "x", 1)
-    assert not reader.constrain
-    reader.push("a</think")
-    assert not reader.constrain
-    reader.push(">")
-    assert reader.constrain
-    assert make_readers(options(start=Start.CLOSED), "x", 1)[0].constrain
-    (reader,) = make_readers(options(start=Start.MODEL), "x", 1)
-    assert not reader.constrain  # it may still think
-    reader.push("4")
-    assert reader.constrain
-
-
 def test_reasoning_tokens():
     counts = whole_chat(options(), ["ab</think>c", "abc"], "length")["usage"]
     assert counts == {

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from msds.config import GenerationConfig
+from msds.constraints import Choice, Grammar, JsonObject, JsonSchema, Regex
 from msds.sampling import SamplingParams
 from msds_serve.protocol.errors import ApiError
 from msds_serve.protocol.fields import Limits, chat_table, completion_table, detokenize_table, tokenize_table
@@ -13,7 +14,7 @@ from msds_serve.protocol.requests import (
     parse_chat,
     parse_completion,
 )
-from msds_serve.protocol.tools import ResponseFormat, ToolChoice
+from msds_serve.protocol.tools import ToolChoice
 
 USER = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -79,7 +80,7 @@ def test_every_sampling_field_arrives():
     want = SamplingParams(**fields | {"max_tokens": 9, "logit_bias": {5: -100.0, 6: 1.5}})
     assert chat(**fields, max_tokens=9).params == want
     assert complete(**fields, max_tokens=9).params == want
-    assert set(fields) | {"max_tokens", "logprobs"} == set(SamplingParams.__dataclass_fields__)
+    assert set(fields) | {"max_tokens", "logprobs", "constraint"} == set(SamplingParams.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n"])
@@ -209,7 +210,16 @@ def test_refused_by_both_endpoints(fields, param):
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
             "response_format.json_schema.schema",
         ),
-        ({"response_format": {"type": "grammar", "grammar": ""}}, "response_format.grammar"),
+        ({"response_format": {"type": "grammar", "grammar": "start: A"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": True}}, "structured_outputs.json"),
+        ({"structured_outputs": {"ebnf": "x"}}, "structured_outputs.ebnf"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"tool_choice": "required", "tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format.x"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -338,13 +348,22 @@ def test_tools_and_choices():
     assert not chat(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
 
 
-def test_response_formats():
-    assert chat(response_format={"type": "json_object"}).response_format == ResponseFormat("json_object")
+def test_response_formats_and_structured_outputs():
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
-    assert complete(response_format=wanted).response_format == ResponseFormat("json_schema", schema, "n", strict=True)
-    lark = chat(response_format={"type": "grammar", "grammar": 'start: "a"'}).response_format
-    assert lark == ResponseFormat("grammar", grammar='start: "a"')
+    for fields, want in [
+        ({"response_format": {"type": "json_object"}}, JsonObject()),
+        ({"response_format": wanted}, JsonSchema(schema)),
+        ({"structured_outputs": {"json": schema, "regex": None}}, JsonSchema(schema)),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar('start: "a"')),
+        ({"structured_outputs": {"regex": "a+"}, "response_format": {"type": "text"}}, Regex("a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Choice(["a", "b"])),
+    ]:
+        for call in (chat, complete):
+            request = call(**fields)
+            assert request.params.constraint == want
+            assert request.constraint_field == next(iter(fields))
+    assert chat(response_format={"type": "text"}).constraint_field is None
 
 
 def test_a_typing_error_gets_a_hint():

@@ -161,7 +161,6 @@ class TestRefusals:
             ({"messages": [{"role": "user", "content": "many words " * 200}]}, 400, ["128"]),
             ({"best_of": 2}, 400, ["best_of"]),
             ({"no_such_field": 1}, 400, ["no_such_field"]),
-            ({"response_format": {"type": "json_object"}}, 400, ["response_format"]),
             ({"stream_options": {"include_usage": True}}, 400, ["stream_options"]),
         ],
     )

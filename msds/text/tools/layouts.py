@@ -93,7 +93,8 @@ class Layout:
     begin, end: around each call. opening, closing: around all of them, "" where there are none. head: from after
     `begin` to the arguments. tail: from after the arguments through `end`. fence: what closes the arguments before
     `end`. whole: reads the text between `begin` and `end` where `head` does not fit, to (name, arguments) or None.
-    example: what a model is told to write.
+    call: a whole call, exactly as the templates write it, with NAME and ARGUMENTS in their places. between: what the
+    templates write between two calls.
     """
 
     name: str
@@ -101,11 +102,17 @@ class Layout:
     end: str
     head: tuple[Part, ...]
     tail: tuple[Part, ...]
-    example: str
+    call: str
+    between: str
     opening: str = ""
     closing: str = ""
     fence: str = ""
     whole: Callable[[str], tuple[str, str] | None] | None = None
+
+    @property
+    def example(self) -> str:
+        """What a model is told to write."""
+        return f"{self.opening}{self.call}{self.closing}"
 
 
 def _decode_string(raw: str) -> str | None:
@@ -138,7 +145,8 @@ DEEPSEEK_V3 = Layout(
     head=(KIND, literal(SEPARATOR), SPACE, NAME, SPACE, literal("```json"), SPACE, OBJECT),
     tail=(SPACE, literal("```"), SPACE, literal(CALL_END)),
     fence="```",
-    example=(f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}NAME\n```json\nARGUMENTS\n```{CALL_END}{CALLS_END}"),
+    call=f"{CALL_BEGIN}function{SEPARATOR}NAME\n```json\nARGUMENTS\n```{CALL_END}",
+    between="\n",
 )
 
 DEEPSEEK_V31 = Layout(
@@ -149,7 +157,8 @@ DEEPSEEK_V31 = Layout(
     end=CALL_END,
     head=(SPACE, NAME, SPACE, literal(SEPARATOR), SPACE, OBJECT),
     tail=(SPACE, literal(CALL_END)),
-    example=f"{CALLS_BEGIN}{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}{CALLS_END}",
+    call=f"{CALL_BEGIN}NAME{SEPARATOR}ARGUMENTS{CALL_END}",
+    between="",
 )
 
 QWEN = Layout(
@@ -162,7 +171,8 @@ QWEN = Layout(
     ),
     tail=(SPACE, literal("}"), SPACE, literal("</tool_call>")),
     whole=_read_object,
-    example='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+    call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>',
+    between="\n",
 )
 
 LAYOUTS = {layout.name: layout for layout in (DEEPSEEK_V3, DEEPSEEK_V31, QWEN)}

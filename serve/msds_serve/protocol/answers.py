@@ -78,11 +78,6 @@ class AnswerReader:
         """Whether the answer is over although the model may go on: the caller ends the generation, with "stop"."""
         return self._tools is not None and self._tools.is_done
 
-    @property
-    def constrain(self) -> bool:
-        """Whether a response format is in force for the next token: not before the reasoning has ended."""
-        return not (self._reasoning.in_reasoning or self._reasoning.is_undecided)
-
     def push(
         self, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[TokenLogprobs] | None = None
     ) -> AnswerDelta:

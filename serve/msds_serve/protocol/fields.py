@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from msds_serve.protocol.errors import bad_request, clip
+from msds_serve.protocol.formats import response_format, structured_outputs
 from msds_serve.protocol.kinds import (
     TOKEN_ID,
     Kind,
@@ -28,7 +29,7 @@ from msds_serve.protocol.kinds import (
     word,
 )
 from msds_serve.protocol.messages import MAX_PROMPT_IDS, messages, prompts
-from msds_serve.protocol.tools import response_format, tool_choice, tools
+from msds_serve.protocol.tools import tool_choice, tools
 
 MAX_TOKENS = 2**31 - 1  # counts are int32 on the device
 
@@ -137,6 +138,17 @@ def _sampling(limits: Limits) -> dict[str, Field]:
         "prompt_logprobs": Field(
             integer(0, 20), "Log-probabilities of the prompt's tokens, with so many alternatives."
         ),
+        "response_format": Field(
+            response_format(),
+            "What the text must be: text, a JSON object, or JSON that a schema describes; in a chat, after the "
+            "reasoning. A schema is kept exactly, strict or not; one that cannot be kept is refused. An answer that "
+            "runs out of tokens is cut, with finish_reason length.",
+        ),
+        "structured_outputs": Field(
+            structured_outputs(),
+            "The same in other forms: json (a schema), regex (Rust's syntax, the whole text), choice (one of these "
+            "texts), grammar (Lark's syntax, begins with start). This or response_format.",
+        ),
         "priority": Field(integer(-(2**31), MAX_TOKENS), "Requests with a lower number go first; default 0."),
         "stream": Field(flag(), "Send the answer as server-sent events."),
         "stream_options": Field(
@@ -161,7 +173,7 @@ _CHAT_ONLY_IGNORED = {
     "prediction": Ignored(free_object(), "a hint for speed that does not change the answer"),
 }
 
-_TO_FORMAT = "use response_format"
+_TO_FORMAT = "use structured_outputs"
 _REFUSED = {
     "best_of": Refused("ask for n answers and choose with logprobs", (1,)),
     "suffix": Refused("the served models do not fill in the middle", ("",)),
@@ -170,14 +182,13 @@ _REFUSED = {
     "early_stopping": Refused("it belongs to beam search", (False,)),
     "logits_processors": Refused("code does not come over the network"),
     "bad_words": Refused("use logit_bias", ([],)),
-    "allowed_token_ids": Refused("use logit_bias or response_format"),
+    "allowed_token_ids": Refused("use logit_bias or structured_outputs"),
     "truncate_prompt_tokens": Refused("a prompt is never cut in silence; shorten it"),
     "spaces_between_special_tokens": Refused("text is the exact bytes of its tokens", (True,)),
     "guided_json": Refused(_TO_FORMAT),
     "guided_regex": Refused(_TO_FORMAT),
     "guided_choice": Refused(_TO_FORMAT),
     "guided_grammar": Refused(_TO_FORMAT),
-    "structured_outputs": Refused(_TO_FORMAT),
     "return_token_ids": Refused("use /tokenize, or logprobs for the bytes of each token", (False,)),
     "return_tokens_as_token_ids": Refused("use /tokenize, or logprobs for the bytes of each token", (False,)),
     "request_id": Refused("send the header X-Request-Id"),
@@ -215,10 +226,17 @@ def chat_table(limits: Limits) -> Table:
         "max_tokens": Field(_MAX_TOKENS, "Older name of max_completion_tokens."),
         "logprobs": Field(flag(), "Log-probabilities of the chosen tokens."),
         "top_logprobs": Field(integer(0, 20), "Also of so many most likely ones; needs logprobs true."),
-        "tools": Field(tools(), "Functions that the model may call."),
-        "tool_choice": Field(tool_choice(), "Whether and what it must call; default auto where there are tools."),
+        "tools": Field(
+            tools(),
+            "Functions that the model may call. Arguments fit their parameters where a call is forced, where "
+            "response_format is given, and where any function is strict.",
+        ),
+        "tool_choice": Field(
+            tool_choice(),
+            "Whether and what it must call; default auto where there are tools. required: one call or more; a function "
+            "by name: one call of it. finish_reason is tool_calls in both cases.",
+        ),
         "parallel_tool_calls": Field(flag(), "false ends the answer after one call; default true."),
-        "response_format": Field(response_format(), "A constraint on the answer, in force after the reasoning."),
         "chat_template_kwargs": _TEMPLATE_KWARGS,
         "add_generation_prompt": _GENERATION_PROMPT,
         "include_reasoning": Field(flag(), "false leaves reasoning_content out; default true."),
@@ -237,7 +255,6 @@ def completion_table(limits: Limits) -> Table:
         "logprobs": Field(integer(0, 5), "Log-probabilities of the chosen and of so many most likely tokens."),
         "echo": Field(flag(), "Put the prompt before the text; with logprobs, the prompt's too."),
         "add_special_tokens": Field(flag(), "Put the tokenizer's BOS before a text; default true."),
-        "response_format": Field(response_format(), "A constraint on the text."),
         **_sampling(limits),
     }
     return Table(supported, _IGNORED, _REFUSED)

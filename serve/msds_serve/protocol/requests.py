@@ -12,7 +12,7 @@ from msds.errors import SamplingError
 from msds.sampling import SamplingParams
 from msds_serve.protocol.errors import bad_request, clip, from_exception
 from msds_serve.protocol.fields import Limits, chat_table, completion_table, detokenize_table, tokenize_table
-from msds_serve.protocol.tools import ResponseFormat, ToolChoice, settle_choice
+from msds_serve.protocol.tools import ToolChoice, settle_choice
 
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as OpenAI documents it; chat takes the rest of the context."""
@@ -40,8 +40,9 @@ class StreamOptions:
 class ChatRequest:
     """A checked /v1/chat/completions body. stream: None for one JSON answer.
 
-    logprobs are asked for through `params`. tools are as they came, for the template; `tool_choice` is settled, so
-    "none" also stands for no tools. With "none" the template gets no tools and no calls are parsed.
+    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter.
+    tools are as they came, for the template; `tool_choice` is settled, so "none" also stands for no tools. With "none"
+    the template gets no tools and no calls are parsed.
     """
 
     model: str
@@ -51,7 +52,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
-    response_format: ResponseFormat | None
+    constraint_field: str | None
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     include_reasoning: bool
@@ -73,7 +74,7 @@ class CompletionRequest:
     legacy_logprobs: int | None
     show_prompt_logprobs: bool
     add_special_tokens: bool
-    response_format: ResponseFormat | None
+    constraint_field: str | None
     priority: int
 
 
@@ -132,11 +133,11 @@ def parse_chat(
     stream = _stream_options(values)
     tools = values.get("tools", ())
     choice = settle_choice(values.get("tool_choice"), tools)
-    response_format = values.get("response_format")
-    if response_format is not None and choice.forces_call:
+    constraint_field = _constraint_field(values)
+    if constraint_field is not None and choice.forces_call:
         raise bad_request(
-            "response_format and a tool_choice that forces a call contradict each other; give one of them",
-            param="response_format",
+            f"{constraint_field} and a tool_choice that forces a call contradict each other; give one of them",
+            param=constraint_field,
         )
     return ChatRequest(
         model=values["model"],
@@ -151,7 +152,7 @@ def parse_chat(
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=values.get("parallel_tool_calls", True),
-        response_format=response_format,
+        constraint_field=constraint_field,
         template_kwargs=_template_kwargs(values),
         add_generation_prompt=values.get("add_generation_prompt", True),
         include_reasoning=values.get("include_reasoning", True),
@@ -188,7 +189,7 @@ def parse_completion(
         legacy_logprobs=legacy,
         show_prompt_logprobs=asked is not None,
         add_special_tokens=values.get("add_special_tokens", True),
-        response_format=values.get("response_format"),
+        constraint_field=_constraint_field(values),
         priority=values.get("priority", 0),
     )
 
@@ -229,12 +230,22 @@ def _params(
     values: Mapping[str, Any], generation: GenerationConfig | None, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
+    field = _constraint_field(values)
+    constraint = None if field is None else values[field]
     try:
         return SamplingParams.from_generation_config(
-            generation or GenerationConfig(), **given, max_tokens=max_tokens, logprobs=logprobs
+            generation or GenerationConfig(), **given, max_tokens=max_tokens, logprobs=logprobs, constraint=constraint
         )
     except SamplingError as error:
         raise from_exception(error) from None
+
+
+def _constraint_field(values: Mapping[str, Any]) -> str | None:
+    """The field that constrains the text; a response_format of text does not."""
+    given = [name for name in ("response_format", "structured_outputs") if values.get(name) is not None]
+    if len(given) == 2:
+        raise bad_request("response_format and structured_outputs are given; give one of them", param=given[1])
+    return given[0] if given else None
 
 
 def _stream_options(values: Mapping[str, Any]) -> StreamOptions | None:

@@ -1,18 +1,19 @@
-"""What a request asks of the form of its answer: tools, the choice among them, and the response format."""
+"""Tools, and the choice among them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msds.constraints import AnyText, Constraint, Function, ToolCalls
+from msds.text.tools.layouts import Layout
 from msds_serve.protocol.errors import bad_request, clip
 from msds_serve.protocol.kinds import Kind, flag, free_object, items, record, refuse, text, word
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_TOOLS = 128
-MAX_GRAMMAR = 100_000
 
 
 @dataclass(frozen=True)
@@ -26,21 +27,6 @@ class ToolChoice:
     def forces_call(self) -> bool:
         """Whether the answer must be a call."""
         return self.kind in ("required", "function")
-
-
-@dataclass(frozen=True)
-class ResponseFormat:
-    """A constraint on the answer: kind "json_object", "json_schema" or "grammar".
-
-    json_schema: `schema` is the JSON Schema, `name` the request's word for it. grammar: `grammar` is its text in
-    Lark's syntax. Whether it can be compiled is known later, and an impossible one is a 400 then.
-    """
-
-    kind: str
-    schema: Mapping[str, Any] | None = None
-    name: str | None = None
-    strict: bool = False
-    grammar: str | None = None
 
 
 def _function_name() -> Kind:
@@ -94,41 +80,6 @@ def tool_choice() -> Kind:
     return Kind({"anyOf": [_CHOICES.schema, _NAMED.schema]}, check)
 
 
-_SCHEMA_NAME = record(
-    {"name": _function_name(), "description": text(), "schema": free_object(), "strict": flag()},
-    required=("name", "schema"),
-)
-_FORMATS = {
-    "text": record({"type": word("text")}, required=("type",)),
-    "json_object": record({"type": word("json_object")}, required=("type",)),
-    "json_schema": record({"type": word("json_schema"), "json_schema": _SCHEMA_NAME}, required=("type", "json_schema")),
-    "grammar": record({"type": word("grammar"), "grammar": text(1, MAX_GRAMMAR)}, required=("type", "grammar")),
-}
-
-
-def response_format() -> Kind:
-    """text (None), json_object, json_schema, or a grammar in Lark's syntax."""
-
-    def check(value: Any, where: str) -> ResponseFormat | None:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if not isinstance(value, dict) or not isinstance(kind, str) or kind not in _FORMATS:
-            legal = "an object whose type is one of " + ", ".join(_FORMATS)
-            refuse(kind if isinstance(value, dict) else value, where, legal)
-        fields = _FORMATS[kind](value, where)
-        if kind == "text":
-            return None
-        inner = fields.get("json_schema", {})
-        return ResponseFormat(
-            kind,
-            schema=inner.get("schema"),
-            name=inner.get("name"),
-            strict=inner.get("strict", False),
-            grammar=fields.get("grammar"),
-        )
-
-    return Kind({"anyOf": [kind.schema for kind in _FORMATS.values()]}, check)
-
-
 def settle_choice(choice: ToolChoice | None, offered: tuple[Mapping[str, Any], ...]) -> ToolChoice:
     """The choice in force, checked against the tools that are offered."""
     if choice is None:
@@ -141,3 +92,30 @@ def settle_choice(choice: ToolChoice | None, offered: tuple[Mapping[str, Any], .
             f"tool_choice names the function {clip(choice.name)}, which is not among the tools", param="tool_choice"
         )
     return choice
+
+
+def call_constraint(
+    layout: Layout,
+    offered: Sequence[Mapping[str, Any]],
+    choice: ToolChoice,
+    *,
+    parallel: bool,
+    otherwise: Constraint | None,
+) -> Constraint | None:
+    """What the answer of a model that is offered tools must be; None where it is free.
+
+    A forced choice is calls and nothing else: one of the named function, or one and, with `parallel`, more of any. With
+    "auto" the answer may also be what `otherwise` says. Where nothing says so and a function is `strict`, it is any
+    text and then calls, of all functions with arguments that fit their schemas. ConstraintError names the tool.
+    """
+    functions = tuple(
+        Function.read(tool["function"], f"tools[{number}].function")
+        for number, tool in enumerate(offered)
+        if choice.name in (None, tool["function"]["name"])
+    )
+    single = choice.name is not None or not parallel
+    if choice.forces_call:
+        return ToolCalls(layout, functions, is_single=single)
+    if otherwise is None and any(tool["function"].get("strict") for tool in offered):
+        otherwise = AnyText()
+    return None if otherwise is None else ToolCalls(layout, functions, is_single=single, otherwise=otherwise)
