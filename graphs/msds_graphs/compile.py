@@ -26,7 +26,7 @@ from msds_graphs.trees import Tree, at, tree_flatten, tree_map, tree_structure, 
 _NUMBERS = itertools.count(1)
 
 GRAPH_CALL_DEPTH = 20_000
-"""MindSpore's own limit of 1,000 is reached by loops over a hundred leaves: each iteration is a call inside the last."""
+"""MindSpore's own limit of 1,000 is reached by loops over a hundred leaves: each turn is a call inside the last."""
 
 
 def compile(
