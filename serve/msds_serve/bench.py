@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import queue
 import random
 import statistics
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import OptionError
-from msds_serve.client import CHAT, COMPLETIONS, Exchange, Server, ServerError
+from msds_serve.client import CHAT, COMPLETIONS, Exchange, Server, ServerError, in_parallel
 
 JSON_KEYS = """\
 keys of --json:
@@ -134,27 +132,25 @@ class Bench:
         self.levels.append(level)
         total = None if seconds is not None else requests or REQUESTS_PER_STREAM * concurrency
         start = time.perf_counter()
-        deadline = None if seconds is None else start + seconds
-        results: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
-        bodies = (self.question.body(prompt) for prompt in itertools.islice(self.prompts, total))
-        worker = _Worker(self.server, self.question.path, bodies, deadline, results)
-        for _ in range(concurrency):
-            threading.Thread(target=worker.run, daemon=True).start()
-        working = concurrency
-        try:
-            while working:
-                exchange = results.get()
-                if exchange is None:
-                    working -= 1
-                    continue
-                level.exchanges.append(exchange)
-                level.seconds = time.perf_counter() - start
-                of = f"of {total}" if total is not None else f"in {level.seconds:.0f} of {seconds:g} s"
-                progress(f"{concurrency} streams: {len(level.exchanges)} {of} requests done")
-        finally:
-            worker.stop()
-            level.seconds = time.perf_counter() - start
+
+        def bodies() -> Iterator[dict[str, Any]]:
+            for prompt in itertools.islice(self.prompts, total):
+                if seconds is not None and time.perf_counter() - start >= seconds:
+                    return
+                yield self.question.body(prompt)
+
+        for exchange in in_parallel(bodies(), self._ask, concurrency):
+            level.exchanges.append(exchange)
+            level.seconds = max(level.seconds, exchange.sent + exchange.seconds - start)
+            of = f"of {total}" if total is not None else f"in {level.seconds:.0f} of {seconds:g} s"
+            progress(f"{concurrency} streams: {len(level.exchanges)} {of} requests done")
         return level
+
+    def _ask(self, body: Mapping[str, Any]) -> Exchange:
+        exchange = self.server.ask(self.question.path, body)
+        if exchange.error is not None:
+            time.sleep(_RETRY_SECONDS)
+        return exchange
 
     def try_out(self) -> None:
         """One request that is not counted; ServerError with the reason when it fails, before anything is measured."""
@@ -174,45 +170,6 @@ class Bench:
             "token_counts": counted.pop() if len(counted) == 1 else "mixed" if counted else "usage",
             "levels": [level.to_json() for level in self.levels],
         }
-
-
-class _Worker:
-    """What the threads of one level share: the next request, and when to end."""
-
-    def __init__(
-        self,
-        server: Server,
-        path: str,
-        bodies: Iterator[dict[str, Any]],
-        deadline: float | None,
-        results: queue.SimpleQueue[Exchange | None],
-    ) -> None:
-        self._server = server
-        self._path = path
-        self._bodies = bodies
-        self._deadline = deadline
-        self._results = results
-        self._lock = threading.Lock()
-        self._stopped = False
-
-    def run(self) -> None:
-        """Ask one request after the other."""
-        while (body := self._next()) is not None:
-            exchange = self._server.ask(self._path, body)
-            self._results.put(exchange)
-            if exchange.error is not None:
-                time.sleep(_RETRY_SECONDS)
-        self._results.put(None)
-
-    def stop(self) -> None:
-        """No more requests."""
-        self._stopped = True
-
-    def _next(self) -> dict[str, Any] | None:
-        with self._lock:
-            if self._stopped or (self._deadline is not None and time.perf_counter() >= self._deadline):
-                return None
-            return next(self._bodies, None)
 
 
 def synthetic_prompts(server: Server, question: Question, num_tokens: int) -> Iterator[str]:

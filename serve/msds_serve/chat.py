@@ -21,6 +21,12 @@ class ChatRun:
         self._service = service
         self._request = request
         self._head = head
+        self._stream: ChatStream | None = None
+
+    @property
+    def usage(self) -> dict[str, object] | None:
+        """Token counts of the stream so far."""
+        return None if self._stream is None else self._stream.usage
 
     async def prepare(self) -> ChatRun:
         """Check what the protocol cannot, render, and queue; everything that can be refused is refused here."""
@@ -86,7 +92,7 @@ class ChatRun:
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The stream's chat.completion.chunk objects."""
         assert self._request.stream is not None
-        stream = ChatStream(
+        self._stream = stream = ChatStream(
             self._head,
             self._answers,
             self._request.stream,

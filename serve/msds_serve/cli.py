@@ -107,6 +107,9 @@ def _add_serve(commands: Any) -> None:
     command.add_argument("--max-body-bytes", metavar="N", type=int, help="default 8 MiB")
     command.add_argument("--request-timeout", metavar="SECONDS", type=float, help="default 600; 0 for none")
     command.add_argument("--drain-seconds", metavar="SECONDS", type=float, help="wait on SIGTERM; default 30")
+    command.add_argument(
+        "--request-log", metavar="FILE", help="append every prompt and answer, for msds replay; default none"
+    )
     _add_engine(command)
 
 
@@ -180,6 +183,7 @@ def _serve(options: argparse.Namespace) -> int:
         port=options.port,
         engine=_given(options, engine),
         service={"model_names": names, "api_keys": tuple(options.api_key or ()), **service},
+        request_log=options.request_log,
     )
     return EXIT_OK
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from msds.errors import MsdsError, OptionError
 from msds_serve.protocol.collecting import Collected
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -24,10 +29,12 @@ class ServerError(MsdsError):
 class Exchange:
     """One request and what came back. Times are seconds since it was sent, a new connection included.
 
-    status: of HTTP, None where there was no answer. error: why it failed, None where the answer is whole.
+    sent: when, by `time.perf_counter`. status: of HTTP, None where there was no answer. error: why it failed, None
+    where the answer is whole.
     piece_times: when each chunk with something of an answer came; one time for an answer that was not streamed.
     """
 
+    sent: float = 0.0
     status: int | None = None
     error: str | None = None
     seconds: float = 0.0
@@ -76,7 +83,8 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Exchange:
         """Send a request and read all of its answer, streamed or not, as the body asks. Does not raise."""
-        exchange, start = Exchange(), time.perf_counter()
+        start = time.perf_counter()
+        exchange = Exchange(sent=start)
         try:
             connection = self._send("POST", path, json.dumps(body, ensure_ascii=False).encode())
             try:
@@ -126,6 +134,44 @@ class Server:
         exchange.answer.add_body(json.loads(body))
         exchange.error = exchange.answer.error
         exchange.piece_times.append(time.perf_counter() - start)
+
+
+def in_parallel(jobs: Iterator[Job], work: Callable[[Job], Result], num_threads: int) -> Iterator[Result]:
+    """`work(job)` on threads, results as they come. The next job is drawn when a thread is free for it.
+
+    Left early, it starts nothing more and does not wait for what runs. What `jobs` or `work` raise is raised here.
+    """
+    results: queue.SimpleQueue[tuple[Result] | BaseException | None] = queue.SimpleQueue()
+    lock, stopped = threading.Lock(), threading.Event()
+
+    def draw() -> tuple[Job] | None:
+        with lock:
+            for job in () if stopped.is_set() else jobs:
+                return (job,)
+            return None
+
+    def run() -> None:
+        try:
+            while (job := draw()) is not None:
+                results.put((work(job[0]),))
+            results.put(None)
+        except BaseException as error:
+            results.put(error)
+
+    for _ in range(num_threads):
+        threading.Thread(target=run, daemon=True).start()
+    working = num_threads
+    try:
+        while working:
+            result = results.get()
+            if isinstance(result, BaseException):
+                raise result
+            if result is None:
+                working -= 1
+            else:
+                yield result[0]
+    finally:
+        stopped.set()
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[bytes]:

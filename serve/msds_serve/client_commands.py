@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from msds.errors import OptionError
-from msds_serve.bench import JSON_KEYS, Bench, Question, file_prompts, render, synthetic_prompts
+from msds_serve import bench, replay
 from msds_serve.client import Server
 
 API_KEY_VARIABLE = "MSDS_API_KEY"
@@ -19,14 +19,15 @@ AddCommand = Callable[[Any, str, Any, str], argparse.ArgumentParser]
 
 
 def add_client_commands(commands: Any, add_command: AddCommand) -> None:
-    """Add `bench` to the subparsers; `add_command(commands, name, run, summary)` makes a parser."""
+    """Add `bench` and `replay` to the subparsers; `add_command(commands, name, run, summary)` makes a parser."""
     _add_bench(commands, add_command)
+    _add_replay(commands, add_command)
 
 
 def _add_bench(commands: Any, add_command: AddCommand) -> None:
     command = add_command(commands, "bench", _bench, "Measure any OpenAI-compatible server under load.")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    command.epilog = JSON_KEYS
+    command.epilog = bench.JSON_KEYS
     _add_server(command)
     command.add_argument("--model", metavar="NAME", help="default: the first that /v1/models lists")
     command.add_argument("--completions", action="store_true", help="/v1/completions instead of chat")
@@ -44,6 +45,21 @@ def _add_bench(commands: Any, add_command: AddCommand) -> None:
     command.add_argument("--max-tokens", metavar="N", type=_count, default=64, help="per answer; default 64")
     command.add_argument(
         "--ignore-eos", action="store_true", help="send ignore_eos, where the server knows it: every answer full length"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object and nothing else; keys below")
+
+
+def _add_replay(commands: Any, add_command: AddCommand) -> None:
+    summary = "Run a request log again; exit code 1 when a deterministic answer differs, or one fails."
+    command = add_command(commands, "replay", _replay, summary)
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.epilog = replay.JSON_KEYS
+    command.add_argument("log", metavar="FILE", help="what msds serve --request-log wrote")
+    _add_server(command)
+    command.add_argument("--model", metavar="NAME", help="instead of the recorded name")
+    command.add_argument("--concurrency", metavar="N", type=_count, default=8, help="requests at a time; default 8")
+    command.add_argument(
+        "--speed", choices=("realtime", "max"), default="max", help="at the recorded times, or at once (default)"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else; keys below")
 
@@ -67,25 +83,52 @@ def _bench(options: argparse.Namespace) -> int:
     if options.seconds is not None and not options.seconds > 0:
         raise OptionError(f"seconds is {options.seconds}: it must be above 0")
     server, chat = _server(options), not options.completions
-    prompts = file_prompts(options.prompts, chat=chat) if options.prompts else None
-    question = Question(options.model or server.model(), chat, options.max_tokens, options.ignore_eos)
+    prompts = bench.file_prompts(options.prompts, chat=chat) if options.prompts else None
+    question = bench.Question(options.model or server.model(), chat, options.max_tokens, options.ignore_eos)
     say = _progress()
     say("trying one request")
-    bench = Bench(server, question, prompts or synthetic_prompts(server, question, options.prompt_tokens))
-    bench.try_out()
+    run = bench.Bench(server, question, prompts or bench.synthetic_prompts(server, question, options.prompt_tokens))
+    run.try_out()
     interrupted = False
     try:
         for concurrency in options.concurrency:
-            bench.measure(concurrency, requests=options.requests, seconds=options.seconds, progress=say)
+            run.measure(concurrency, requests=options.requests, seconds=options.seconds, progress=say)
     except KeyboardInterrupt:
         interrupted = True
     say("")
     asked = f"the prompts of {options.prompts}" if options.prompts else f"prompts of {options.prompt_tokens} tokens"
-    report = {"url": options.url, "prompts": asked, "interrupted": interrupted, **bench.to_json()}
-    print(json.dumps(report, ensure_ascii=False) if options.json else render(report))
-    if interrupted:
-        raise KeyboardInterrupt
+    report = {"url": options.url, "prompts": asked, "interrupted": interrupted, **run.to_json()}
+    _print(report, bench.render, as_json=options.json)
     return int(any(level["failed"] for level in report["levels"]))
+
+
+def _replay(options: argparse.Namespace) -> int:
+    server, recording, say = _server(options), replay.read_log(options.log), _progress()
+    comparison, interrupted = replay.Comparison(), False
+    try:
+        replay.replay(
+            recording,
+            server,
+            concurrency=options.concurrency,
+            realtime=options.speed == "realtime",
+            model=options.model,
+            comparison=comparison,
+            progress=say,
+        )
+    except KeyboardInterrupt:
+        interrupted = True
+    say("")
+    skipped = [{"line": line, "reason": reason} for line, reason in recording.skipped]
+    report = {"url": options.url, "log": options.log, "interrupted": interrupted, **comparison.to_json()}
+    _print({**report, "skipped": skipped}, replay.render, as_json=options.json)
+    return int(not comparison.passed)
+
+
+def _print(report: dict[str, Any], render: Callable[[dict[str, Any]], str], *, as_json: bool) -> None:
+    """The report, and then, where it was interrupted, the interrupt goes on."""
+    print(json.dumps(report, ensure_ascii=False) if as_json else render(report), flush=True)
+    if report["interrupted"]:
+        raise KeyboardInterrupt
 
 
 def _progress() -> Callable[[str], None]:

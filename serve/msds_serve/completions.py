@@ -26,7 +26,13 @@ class CompletionRun:
         self._request = request
         self._head = head
         self._clocks: dict[int, TokenClock] = {}
+        self._stream: CompletionStream | None = None
         self._num_choices = len(request.prompts) * request.params.n
+
+    @property
+    def usage(self) -> dict[str, object] | None:
+        """Token counts of the stream so far."""
+        return None if self._stream is None else self._stream.usage
 
     async def prepare(self) -> CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
@@ -88,7 +94,7 @@ class CompletionRun:
         """The stream's text_completion objects."""
         request = self._request
         assert request.stream is not None
-        stream = CompletionStream(
+        self._stream = stream = CompletionStream(
             self._head,
             request.stream,
             num_choices=self._num_choices,

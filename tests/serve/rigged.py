@@ -12,8 +12,9 @@ import contextlib
 import json
 import shutil
 import threading
+import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ class RiggedRunner:
         self.gate = threading.Event()
         """Every step waits for it: clear it and the device hangs."""
         self.gate.set()
+        self.steps_until_closed: int | None = None
+        """After so many steps the gate closes by itself."""
         self._slots = np.full(num_blocks * block_size, -1, np.int64)
         self._scripts: list[tuple[list[int], list[int]]] = []
 
@@ -86,6 +89,12 @@ class RiggedRunner:
         return self._run(rows, all_logits=False)
 
     def _run(self, rows: Sequence[Row], *, all_logits: bool) -> StepResult:
+        if self.steps_until_closed is not None:
+            if self.steps_until_closed == 0:
+                self.gate.clear()
+                self.steps_until_closed = None
+            else:
+                self.steps_until_closed -= 1
         self.gate.wait()
         vocab = self.model.config.vocab_size
         build_batch(rows, block_size=self.block_size, num_cache_blocks=self.num_blocks, vocab_size=vocab)  # checks
@@ -143,6 +152,14 @@ def byte_tokens(model: Model, data: bytes) -> list[int]:
     assert model.tokenizer is not None
     known = {model.tokenizer.token_bytes(id_): id_ for id_ in range(model.allowed_vocab - 1, -1, -1)}
     return [known[bytes([byte])] for byte in data]
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Return once it holds; AssertionError if it never does."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
 
 
 @contextlib.contextmanager
