@@ -9,11 +9,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -82,6 +84,7 @@ def create_app(service: Service, request_log: RequestLog | None = None) -> Starl
     return Starlette(
         routes=[Route(path, routes.guarded(handler), methods=[method]) for method, path, handler in table],
         exception_handlers={HTTPException: routes.http_error},
+        middleware=_cross_origin(service.options.cors_origins),
         lifespan=lifespan,
     )
 
@@ -309,6 +312,22 @@ class _EventStream(StreamingResponse):
             if self._record is not None:
                 self._record.finish(self.status_code, usage=self._run.usage)
             await self._run.close()
+
+
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """What lets web pages of these origins call the service; nothing for none."""
+    if not origins:
+        return []
+    methods, headers, exposed = ("GET", "POST"), ("*",), ("x-request-id", "retry-after")
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=exposed,
+        )
+    ]
 
 
 def _failed(failure: ApiError) -> Response:

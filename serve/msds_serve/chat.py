@@ -44,7 +44,7 @@ class ChatRun:
             top_logprobs=request.params.logprobs,
         )
         info = self._service.info(priority=request.priority)
-        self._updates = self._service.generate(self._prompt.token_ids, request.params, info)
+        self._updates = self._service.generate(self._prompt.token_ids, request.params, info, prompt_field="messages")
         self._clock = TokenClock(self._service.metrics, len(self._prompt.token_ids))
         self._first = await anext(self._updates)
         return self

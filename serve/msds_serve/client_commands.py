@@ -11,9 +11,8 @@ from typing import Any
 
 from msds.errors import OptionError
 from msds_serve import bench, replay
+from msds_serve.api_keys import API_KEY_VARIABLE
 from msds_serve.client import Server
-
-API_KEY_VARIABLE = "MSDS_API_KEY"
 
 AddCommand = Callable[[Any, str, Any, str], argparse.ArgumentParser]
 

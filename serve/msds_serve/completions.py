@@ -42,7 +42,7 @@ class CompletionRun:
         self._sources = []
         for index, ids in enumerate(self._prompts):
             info = self._service.info(prompt_index=index, priority=request.priority)
-            self._sources.append(self._service.generate(ids, request.params, info))
+            self._sources.append(self._service.generate(ids, request.params, info, prompt_field="prompt"))
             self._clocks[index] = TokenClock(self._service.metrics, len(ids))
         self._updates: asyncio.Queue[Update | BaseException | None] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(source)) for source in self._sources]
