@@ -126,7 +126,7 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (PromptError, SamplingError)):
-        named = re.match(r"([a-z_]+)(?:\[|\.| is | holds )", str(error))
+        named = re.match(r"([a-z_]+)(?:\[|\.| is | holds | names )", str(error))
         return bad_request(str(error), param=named.group(1) if named else None)
     return server_error(str(error)) if isinstance(error, MsdsError) else server_error()
 
