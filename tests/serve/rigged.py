@@ -115,6 +115,7 @@ class RiggedRunner:
     def _logits(self, text: list[int]) -> np.ndarray[Any, Any]:
         rng = np.random.default_rng(zlib.crc32(str(text).encode()))
         logits = rng.uniform(-1, 1, self.model.config.vocab_size).astype(np.float32)
+        logits[self.model.allowed_vocab :] = -PEAK  # as padding of a real vocabulary
         scripted = self._next(text)
         if scripted is not None:
             logits[scripted] = PEAK
