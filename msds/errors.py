@@ -21,6 +21,30 @@ class PromptError(MsdsError):
     """A prompt or message list that cannot be run: empty, too long, ids outside the vocabulary."""
 
 
+class ContextLengthError(PromptError):
+    """A prompt that leaves no room for what is asked for, with the numbers.
+
+    max_tokens: as asked for; None where the prompt alone is too long, or leaves no room for a single token.
+    """
+
+    def __init__(self, *, prompt_index: int, prompt_tokens: int, max_tokens: int | None, max_model_len: int) -> None:
+        room = max_model_len - prompt_tokens
+        if max_tokens is None:
+            text = (
+                f"prompt {prompt_index} has {prompt_tokens} tokens, but max_model_len is {max_model_len} and at least "
+                "one token must be generated: shorten the prompt or raise max_model_len"
+            )
+        else:
+            text = (
+                f"prompt {prompt_index} has {prompt_tokens} tokens and max_tokens is {max_tokens}, together more than "
+                f"max_model_len, which is {max_model_len}: lower max_tokens to {room} or raise max_model_len"
+            )
+        super().__init__(text)
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.max_model_len = max_model_len
+
+
 class SamplingError(MsdsError):
     """A sampling parameter outside its range, or a combination that contradicts itself."""
 

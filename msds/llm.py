@@ -53,7 +53,7 @@ class LLM:
     ) -> None:
         self.options = _engine_options(options)
         folder = Path(path)
-        stored = read_config(folder)
+        stored = read_config(path)
         self.max_model_len = self.options.resolve_max_model_len(stored)
         if self.options.threads is not None:
             _restrict_cores(self.options.threads)

@@ -171,7 +171,7 @@ def load(
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     folder = Path(path)
-    stored = read_config(folder)
+    stored = read_config(path)
     plan = checked_plan(plan or Plan())
     resolved = EngineOptions(dtype=dtype).resolved_dtype
     checkpoint = Checkpoint.open(folder, weight_block_size=stored.weight_block_size)

@@ -277,6 +277,18 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[MsdsError], str]] = {
         SamplingError,
         "min_tokens is 3.*2",
     ),
+    "more answers than can be kept": (
+        lambda m: m.generate([[5]], SamplingParams(n=10**9)),
+        SamplingError,
+        "n is 1000000000: at most 1024",
+    ),
+    "an answer that can neither go on nor end": (
+        lambda m: m.generate([[5]], SamplingParams(min_tokens=2, stop_token_ids=list(range(512)))),
+        SamplingError,
+        "min_tokens is 2, but every token",
+    ),
+    "no path": (lambda m: msds.LLM(""), ConfigError, "path is empty"),
+    "no path to load": (lambda m: msds.load(""), ConfigError, "path is empty"),
     "empty stop string": (lambda m: SamplingParams(stop=""), SamplingError, "stop is ''"),
     "bias for an absent token": (
         lambda m: m.generate("a", SamplingParams(logit_bias={600: 1.0})),

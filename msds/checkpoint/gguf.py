@@ -69,6 +69,8 @@ def convert_gguf(
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r} cannot be written; choose one of {', '.join(DTYPES)}")
+    if not str(target) or not all(map(str, [source] if isinstance(source, (str, Path)) else source)):
+        raise CheckpointError("an empty path is given: name the GGUF file and the folder to create")
     target = Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; name a new one")

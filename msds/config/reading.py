@@ -121,6 +121,8 @@ def _refuse_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _read(path: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    if not str(path):
+        raise ConfigError("the model's path is empty: name its folder, or . for the current one")
     place = Path(path)
     file = place / "config.json" if place.is_dir() else place
     data = read_json(file)

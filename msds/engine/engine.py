@@ -19,7 +19,7 @@ from msds.engine.sampler import SequenceState, sample, token_logprobs
 from msds.engine.schedule_types import PrefillStep, ScheduledRow, SchedulerPolicy, SchedulerStats, Step
 from msds.engine.scheduler import Scheduler
 from msds.engine.sequence import Delta, GenerationSequence, Listener, RequestInfo
-from msds.errors import PromptError, SamplingError
+from msds.errors import ContextLengthError, SamplingError
 from msds.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("msds")
 
 BROKEN = "the model's hidden states are not finite for this text; its weights or its dtype cannot hold it"
+MAX_CHOICES = 1024
+"""Answers of one prompt at most: each is a sequence from the moment it is asked for."""
 EXPIRED = "the request did not finish before its deadline"
 
 Rows = tuple[ScheduledRow[GenerationSequence], ...]
@@ -80,10 +82,11 @@ class Engine:
     ) -> list[GenerationSequence]:
         """Queue the `n` answers of one prompt, all or none.
 
-        `listener` hears of every token. PromptError, SamplingError or OptionError, with the numbers, for what can never
-        run, QueueFullError for what cannot be queued now.
+        `listener` hears of every token. ContextLengthError, SamplingError or OptionError, with the numbers, for what
+        can never run, QueueFullError for what cannot be queued now.
         """
         info = info or RequestInfo()
+        self._check_sampling(params)
         max_tokens = self._check_length(prompt_ids, params, info)
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         sequences = [self._sequence(prompt_ids, params, info, seed, i, max_tokens) for i in range(params.n)]
@@ -137,20 +140,29 @@ class Engine:
         return True
 
     def _check_length(self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo) -> int:
-        """max_tokens of the request, the rest of the context by default; PromptError where it cannot be."""
-        length, index = len(prompt_ids), info.prompt_index
-        room = self.max_model_len - length
-        if room < 1:
-            raise PromptError(
-                f"prompt {index} has {length} tokens, but max_model_len is {self.max_model_len} and at least one token "
-                "must be generated: shorten the prompt or raise max_model_len"
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptError(
-                f"prompt {index} has {length} tokens and max_tokens is {params.max_tokens}, together more than "
-                f"max_model_len, which is {self.max_model_len}: lower max_tokens to {room} or raise max_model_len"
+        """max_tokens of the request, the rest of the context by default; ContextLengthError where it cannot be."""
+        room = self.max_model_len - len(prompt_ids)
+        if room < 1 or (params.max_tokens or 0) > room:
+            raise ContextLengthError(
+                prompt_index=info.prompt_index,
+                prompt_tokens=len(prompt_ids),
+                max_tokens=None if room < 1 else params.max_tokens,
+                max_model_len=self.max_model_len,
             )
         return params.max_tokens or room
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        """What sampling parameters cannot know of this model."""
+        if params.n > MAX_CHOICES:
+            raise SamplingError(f"n is {params.n}: at most {MAX_CHOICES} answers of one prompt; ask several times")
+        if params.min_tokens:
+            model = self.runner.model
+            ends = {*params.stop_token_ids, *(() if params.ignore_eos else model.eos_token_ids)}
+            if len({id_ for id_ in ends if id_ < model.allowed_vocab}) >= model.allowed_vocab:
+                raise SamplingError(
+                    f"min_tokens is {params.min_tokens}, but every token of the model ends the text: "
+                    "leave one out of stop_token_ids"
+                )
 
     def _sequence(
         self,

@@ -30,7 +30,7 @@ def inspect_model(path: str | Path) -> Inspection:
     ConfigError if config.json cannot be served; damage anywhere else is reported in `odd`.
     """
     folder = Path(path)
-    config = read_config(folder)
+    config = read_config(path)
     folder = folder if folder.is_dir() else folder.parent
     generation = read_generation_config(folder)
     odd = [*config_warnings(folder), *config_oddities(config, generation)]

@@ -9,14 +9,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from msds import __version__
 from msds_serve.chat import ChatRun
@@ -34,6 +37,7 @@ from msds_serve.protocol.openapi import openapi
 from msds_serve.protocol.requests import parse_body, parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from msds_serve.protocol.responses import Head, detokenized, model_list, model_object, response_id, tokenized
 from msds_serve.protocol.streaming import DONE, MEDIA_TYPE, Chunk, error_event, event
+from msds_serve.request_log import Record, RequestLog
 from msds_serve.service import Service
 
 access_log = logging.getLogger("msds.access")
@@ -45,17 +49,25 @@ T = TypeVar("T")
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json"})
 """Paths that need no API key: probes, and the description of the service."""
 
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Paths whose requests are in the request log."""
 
-def create_app(service: Service) -> Starlette:
-    """The application, to run or to mount in another one; its lifespan starts and stops the service."""
+
+def create_app(service: Service, request_log: RequestLog | None = None) -> Starlette:
+    """The application, to run or to mount in another one; its lifespan starts and stops the service.
+
+    request_log: where every request that generates is written, with its answer; closed with the application.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         service.start()
         yield
         await service.stop()
+        if request_log is not None:
+            request_log.close()
 
-    routes = _Routes(service)
+    routes = _Routes(service, request_log)
     table: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/chat/completions", routes.chat),
         ("POST", "/v1/completions", routes.completions),
@@ -72,13 +84,15 @@ def create_app(service: Service) -> Starlette:
     return Starlette(
         routes=[Route(path, routes.guarded(handler), methods=[method]) for method, path, handler in table],
         exception_handlers={HTTPException: routes.http_error},
+        middleware=_cross_origin(service.options.cors_origins),
         lifespan=lifespan,
     )
 
 
 class _Routes:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, request_log: RequestLog | None) -> None:
         self._service = service
+        self._request_log = request_log
 
     def guarded(self, handler: Handler) -> Handler:
         """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line."""
@@ -86,13 +100,19 @@ class _Routes:
         async def guard(request: Request) -> Response:
             start = time.perf_counter()
             request.state.id = uuid.uuid4().hex
+            request.state.record = record = self._record(request)
             try:
                 self._check_key(request)
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it; the log shows it
             except Exception as error:
-                response = self._error(error)
+                failure = self._explained(error)
+                if record is not None:
+                    record.answer.add_chunk(failure.body())
+                response = _failed(failure)
+            if record is not None and not isinstance(response, _EventStream):
+                record.finish(response.status_code)
             response.headers["x-request-id"] = request.state.id
             self._log(request, response.status_code, time.perf_counter() - start)
             return response
@@ -104,18 +124,18 @@ class _Routes:
         assert isinstance(error, HTTPException)
         if error.status_code == 405:
             allowed = tuple((error.headers or {}).get("Allow", "").split(", "))
-            return self._error(method_not_allowed(request.method, allowed))
-        return self._error(route_not_found(request.method, request.url.path))
+            return _failed(self._explained(method_not_allowed(request.method, allowed)))
+        return _failed(self._explained(route_not_found(request.method, request.url.path)))
 
     async def chat(self, request: Request) -> Response:
         """Chat completions."""
-        parsed = parse_chat(await self._body(request), generation=self._service.llm.model.generation)
+        parsed = parse_chat(await self._question(request), generation=self._service.llm.model.generation)
         run = ChatRun(self._service, parsed, self._head("chat", request, parsed.model))
         return await self._run(request, run, streams=parsed.stream is not None)
 
     async def completions(self, request: Request) -> Response:
         """Text completions."""
-        parsed = parse_completion(await self._body(request), generation=self._service.llm.model.generation)
+        parsed = parse_completion(await self._question(request), generation=self._service.llm.model.generation)
         run = CompletionRun(self._service, parsed, self._head("completion", request, parsed.model))
         return await self._run(request, run, streams=parsed.stream is not None)
 
@@ -188,24 +208,44 @@ class _Routes:
         if reason is not None:
             raise unavailable(reason)
         await _unless_disconnected(request, run.prepare())
+        record: Record | None = request.state.record
         if not streams:
             try:
-                return JSONResponse(await _unless_disconnected(request, run.answer()))
+                body = await _unless_disconnected(request, run.answer())
             finally:
                 await run.close()
-        return StreamingResponse(self._events(run), media_type=MEDIA_TYPE, headers={"Cache-Control": "no-cache"})
+            if record is not None:
+                record.answer.add_body(body)
+            return JSONResponse(body)
+        return _EventStream(self._events(run, record), run, record)
 
-    async def _events(self, run: ChatRun | CompletionRun) -> AsyncIterator[bytes]:
-        """Server-sent events; a failure under way is an event too. Closing it early aborts the answers."""
+    async def _events(self, run: ChatRun | CompletionRun, record: Record | None) -> AsyncIterator[bytes]:
+        """Server-sent events; a failure under way is an event too."""
         chunks: AsyncIterator[Chunk] = run.chunks()
         try:
             async for chunk in chunks:
+                if record is not None:
+                    record.answer.add_chunk(chunk)
                 yield event(chunk)
         except Exception as error:
-            yield error_event(self._explained(error))
-        finally:
-            await run.close()
+            failure = self._explained(error)
+            if record is not None:
+                record.answer.add_chunk(failure.body())
+            yield error_event(failure)
         yield DONE
+
+    def _record(self, request: Request) -> Record | None:
+        """The line of this request in the request log, where there is one and the request generates."""
+        if self._request_log is None or request.url.path not in GENERATING_PATHS:
+            return None
+        return Record(self._request_log, id=request.state.id, path=request.url.path)
+
+    async def _question(self, request: Request) -> dict[str, Any]:
+        """The body of a request that generates."""
+        body = await self._body(request)
+        if request.state.record is not None:
+            request.state.record.body = body
+        return body
 
     async def _body(self, request: Request) -> dict[str, Any]:
         limit = self._service.options.max_body_bytes
@@ -233,10 +273,6 @@ class _Routes:
         if scheme.lower() != "bearer" or not any(matches):
             raise unauthorized()
 
-    def _error(self, error: Exception) -> Response:
-        failure = self._explained(error)
-        return JSONResponse(failure.body(), status_code=failure.status, headers=failure.headers)
-
     def _explained(self, error: Exception) -> ApiError:
         """The failure as the client sees it; what is our fault is logged with its traceback."""
         failure = from_exception(error)
@@ -258,6 +294,44 @@ class _Routes:
             "client": request.client.host if request.client else None,
         }
         access_log.info(json.dumps(line))
+
+
+class _EventStream(StreamingResponse):
+    """The answers of a run as server-sent events. However it ends, and even if the client has left before it begins,
+    the run is closed, so that what is still being generated is given up."""
+
+    def __init__(self, events: AsyncIterator[bytes], run: ChatRun | CompletionRun, record: Record | None) -> None:
+        super().__init__(events, media_type=MEDIA_TYPE, headers={"Cache-Control": "no-cache"})
+        self._run = run
+        self._record = record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if self._record is not None:
+                self._record.finish(self.status_code, usage=self._run.usage)
+            await self._run.close()
+
+
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """What lets web pages of these origins call the service; nothing for none."""
+    if not origins:
+        return []
+    methods, headers, exposed = ("GET", "POST"), ("*",), ("x-request-id", "retry-after")
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=exposed,
+        )
+    ]
+
+
+def _failed(failure: ApiError) -> Response:
+    return JSONResponse(failure.body(), status_code=failure.status, headers=failure.headers)
 
 
 async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:

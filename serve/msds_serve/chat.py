@@ -21,6 +21,12 @@ class ChatRun:
         self._service = service
         self._request = request
         self._head = head
+        self._stream: ChatStream | None = None
+
+    @property
+    def usage(self) -> dict[str, object] | None:
+        """Token counts of the stream so far."""
+        return None if self._stream is None else self._stream.usage
 
     async def prepare(self) -> ChatRun:
         """Check what the protocol cannot, render, and queue; everything that can be refused is refused here."""
@@ -38,7 +44,11 @@ class ChatRun:
         info = self._service.info(priority=request.priority, start=self._prompt.start)
         params = replace(request.params, constraint=self._prompt.constraint)
         self._updates = self._service.generate(
-            self._prompt.token_ids, params, info, constraint_field=request.constraint_field
+            self._prompt.token_ids,
+            params,
+            info,
+            prompt_field="messages",
+            constraint_field=request.constraint_field,
         )
         self._clock = TokenClock(self._service.metrics, len(self._prompt.token_ids))
         self._first = await anext(self._updates)
@@ -87,7 +97,7 @@ class ChatRun:
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The stream's chat.completion.chunk objects."""
         assert self._request.stream is not None
-        stream = ChatStream(
+        self._stream = stream = ChatStream(
             self._head,
             self._answers,
             self._request.stream,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from msds import __version__
 from msds.errors import MsdsError
+from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
+from msds_serve.client_commands import add_client_commands
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -52,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     _add_convert(commands)
+    add_client_commands(commands, _add_command)
     return parser
 
 
@@ -99,12 +102,25 @@ def _add_serve(commands: Any) -> None:
     command.add_argument(
         "--served-model-name", metavar="NAME", nargs="+", help="names of the model; default the folder's name"
     )
-    command.add_argument("--api-key", metavar="KEY", action="append", help="accepted API key; may be repeated")
+    keys = command.add_argument_group(f"API keys (none: open to all; also from the environment's {API_KEY_VARIABLE})")
+    keys.add_argument(
+        "--api-key-file", metavar="FILE", help="accepted keys, one a line; hidden from ps, unlike --api-key"
+    )
+    keys.add_argument("--api-key", metavar="KEY", action="append", help="accepted API key; may be repeated")
+    command.add_argument(
+        "--cors-origin",
+        metavar="ORIGIN",
+        action="append",
+        help="web origin that may call; may be repeated; default none",
+    )
     command.add_argument("--max-num-seqs", metavar="N", type=int, help="answers decoded together; default 8")
     command.add_argument("--max-waiting", metavar="N", type=int, default=256, help="answers that may wait; default 256")
     command.add_argument("--max-body-bytes", metavar="N", type=int, help="default 8 MiB")
     command.add_argument("--request-timeout", metavar="SECONDS", type=float, help="default 600; 0 for none")
     command.add_argument("--drain-seconds", metavar="SECONDS", type=float, help="wait on SIGTERM; default 30")
+    command.add_argument(
+        "--request-log", metavar="FILE", help="append every prompt and answer, for msds replay; default none"
+    )
     _add_engine(command)
 
 
@@ -172,12 +188,14 @@ def _serve(options: argparse.Namespace) -> int:
     if service.get("request_timeout") == 0:
         service["request_timeout"] = None
     names = tuple(options.served_model_name or (os.path.basename(os.path.abspath(options.model)),))
+    keys = accepted_keys(options.api_key or (), options.api_key_file, os.environ.get(API_KEY_VARIABLE))
     serve(
         options.model,
         host=options.host,
         port=options.port,
         engine=_given(options, engine),
-        service={"model_names": names, "api_keys": tuple(options.api_key or ()), **service},
+        service={"model_names": names, "api_keys": keys, "cors_origins": tuple(options.cors_origin or ()), **service},
+        request_log=options.request_log,
     )
     return EXIT_OK
 

@@ -26,7 +26,13 @@ class CompletionRun:
         self._request = request
         self._head = head
         self._clocks: dict[int, TokenClock] = {}
+        self._stream: CompletionStream | None = None
         self._num_choices = len(request.prompts) * request.params.n
+
+    @property
+    def usage(self) -> dict[str, object] | None:
+        """Token counts of the stream so far."""
+        return None if self._stream is None else self._stream.usage
 
     async def prepare(self) -> CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
@@ -36,7 +42,9 @@ class CompletionRun:
         self._sources = []
         for index, ids in enumerate(self._prompts):
             info = self._service.info(prompt_index=index, priority=request.priority)
-            source = self._service.generate(ids, request.params, info, constraint_field=request.constraint_field)
+            source = self._service.generate(
+                ids, request.params, info, prompt_field="prompt", constraint_field=request.constraint_field
+            )
             self._sources.append(source)
             self._clocks[index] = TokenClock(self._service.metrics, len(ids))
         self._updates: asyncio.Queue[Update | BaseException | None] = asyncio.Queue()
@@ -89,7 +97,7 @@ class CompletionRun:
         """The stream's text_completion objects."""
         request = self._request
         assert request.stream is not None
-        stream = CompletionStream(
+        self._stream = stream = CompletionStream(
             self._head,
             request.stream,
             num_choices=self._num_choices,

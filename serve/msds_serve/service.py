@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from msds.engine.async_engine import AsyncEngine, Update
 from msds.engine.engine import EXPIRED
 from msds.engine.schedule_types import QueueFullError
 from msds.engine.sequence import GenerationSequence, RequestInfo
-from msds.errors import ConstraintError, OptionError, TokenizerError
+from msds.errors import ConstraintError, ContextLengthError, OptionError, TokenizerError
 from msds.llm import LLM
 from msds.sampling import SamplingParams
 from msds.text.chat_format import ChatFormat
@@ -37,6 +38,8 @@ from msds_serve.protocol.tools import call_constraint
 
 RETRY_AFTER_SECONDS = 5
 
+_ORIGIN = re.compile(r"https?://[^/\s?#*]+")
+
 
 @dataclass(frozen=True)
 class ServiceOptions:
@@ -45,6 +48,7 @@ class ServiceOptions:
     model_names: names that requests may use, the first is the model's own. api_keys: empty for none needed.
     max_body_bytes: larger bodies are refused. request_timeout: seconds until a request is ended, None for never.
     stall_seconds: a step longer than this turns /ready to 503. drain_seconds: how long a stop waits for requests.
+    cors_origins: web origins whose pages may use the service, such as https://chat.example.org, or "*"; empty for none.
     """
 
     model_names: tuple[str, ...]
@@ -53,12 +57,18 @@ class ServiceOptions:
     request_timeout: float | None = 600.0
     stall_seconds: float = 60.0
     drain_seconds: float = 30.0
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise OptionError(f"model_names is {self.model_names!r}: give at least one name, none of them empty")
         if any(not key for key in self.api_keys):
             raise OptionError("an API key is empty: leave it out, or every request would pass")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise OptionError(
+                    f"cors_origin is {origin!r}: give scheme, host and port alone, such as https://a.example, or *"
+                )
         for name in ("max_body_bytes", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name} is {getattr(self, name)!r}: it must be above 0")
@@ -147,22 +157,18 @@ class Service:
         return self._chat
 
     async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo, *, constraint_field: str | None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        info: RequestInfo,
+        *,
+        prompt_field: str,
+        constraint_field: str | None,
     ) -> AsyncGenerator[Update, None]:
         """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break.
 
-        constraint_field: the request's field that the constraint comes from.
+        prompt_field, constraint_field: the request's fields that the prompt and the constraint come from.
         """
-        room = self.llm.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise context_length_exceeded(len(prompt_ids), self.llm.max_model_len)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise bad_request(
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}, together more than "
-                f"the context of {self.llm.max_model_len}; lower max_tokens to {room} or shorten the prompt",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
         updates = self.engine.generate(prompt_ids, params, info)
         try:
             async for sequence, delta in updates:
@@ -173,6 +179,8 @@ class Service:
             if str(error).startswith("tools["):
                 raise bad_request(str(error), param="tools") from None
             raise bad_request(f"{constraint_field}: {error}", param=constraint_field) from None
+        except ContextLengthError as error:
+            raise context_length_exceeded(error, prompt_field) from None
         except QueueFullError as error:
             raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
         except OptionError as error:

@@ -117,6 +117,52 @@ def test_new_weights_take_over_without_compiling(tiny: Tiny, llm: msds.LLM) -> N
     assert seen.count == 0
 
 
+def test_new_weights_under_many_streams(llm: msds.LLM) -> None:
+    """32 answers over 4 places: none is dropped, nothing compiles, and all go on with the new weights."""
+    tree = other_weights(llm, 3)
+    old = tree_map(lambda leaf: leaf.asnumpy().copy(), llm.model.params)
+    prompts = [[index + 2, 7, 9 + index] for index in range(32)]
+    params = msds.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want_old = {tuple(prompt): list(llm.generate([prompt], params)[0].token_ids) for prompt in prompts[:1]}
+    llm.engine.runner.warm_up(None)
+
+    async def work(engine: AsyncEngine) -> tuple[list[list[int]], list[list[int]]]:
+        answers: list[list[int]] = [[] for _ in prompts]
+        at_update: list[list[int]] = []
+
+        async def run(index: int) -> None:
+            async for _, delta in engine.generate(prompts[index], params):
+                assert delta.finish_reason in (None, "length")
+                answers[index].append(delta.token_id)
+
+        async def update() -> None:
+            while sum(map(len, answers)) < 100:
+                await asyncio.sleep(0)
+            await engine.update_weights(tree)
+            at_update.extend(list(answer) for answer in answers)
+
+        await asyncio.gather(update(), *(run(index) for index in range(32)))
+        return answers, at_update
+
+    with count_compiles() as seen:
+        answers, at_update = with_engine(llm, work)
+        assert [len(answer) for answer in answers] == [12] * 32
+        assert answers[0] == want_old[tuple(prompts[0])]  # over before the update, or not touched by it
+        running = [i for i in range(32) if 0 < len(at_update[i]) < 12]
+        fresh = [i for i in range(32) if not at_update[i]]
+        assert running
+        assert fresh
+        for index in running + fresh:
+            known = answers[index][: len(at_update[index]) + 2]  # the last may have been on their way to us
+            if len(known) < 12:
+                left = msds.SamplingParams(temperature=0, max_tokens=12 - len(known), ignore_eos=True)
+                again = llm.generate([prompts[index] + known], left)[0].token_ids
+                assert answers[index][len(known) :] == list(again), index
+    llm.update_weights(old)
+    assert seen.count == 0
+    assert llm.engine.stats.referenced_blocks == 0
+
+
 def test_weights_that_do_not_fit_change_nothing(llm: msds.LLM) -> None:
     prompt = [9, 8, 7]
     before = llm.generate([prompt], GREEDY)[0].token_ids

@@ -80,6 +80,16 @@ def test_missing_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "absent" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "", "--prompt", "x"], ["serve", ""], ["verify", ""], ["inspect", ""], ["convert", "x.gguf", ""]],
+    ids=lambda command: command[0],
+)
+def test_an_empty_path_is_not_the_current_folder(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert "empty" in capsys.readouterr().err
+
+
 def test_serve_refuses_before_loading(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny("llama_base")), "--port", "99999"]) == 2
     assert "port is 99999" in capsys.readouterr().err

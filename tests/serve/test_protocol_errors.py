@@ -4,17 +4,20 @@ import json
 
 import pytest
 
-from msds.errors import CheckpointError, PromptError, SamplingError
+from msds.errors import CheckpointError, ContextLengthError, PromptError, SamplingError
 from msds.sampling import SamplingParams
 from msds_serve.protocol import errors
 from msds_serve.protocol.errors import ApiError, clip, from_exception
+
+TOO_LONG = ContextLengthError(prompt_index=0, prompt_tokens=5000, max_tokens=None, max_model_len=4096)
+TOO_MANY = ContextLengthError(prompt_index=0, prompt_tokens=4000, max_tokens=200, max_model_len=4096)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "type_", "code"),
     [
         (errors.bad_request("x", param="p"), 400, "invalid_request_error", None),
-        (errors.context_length_exceeded(5000, 4096), 400, "invalid_request_error", "context_length_exceeded"),
+        (errors.context_length_exceeded(TOO_LONG, "messages"), 400, "invalid_request_error", "context_length_exceeded"),
         (errors.unauthorized(), 401, "invalid_request_error", "invalid_api_key"),
         (errors.model_not_found("x", ("m",)), 404, "invalid_request_error", "model_not_found"),
         (errors.route_not_found("GET", "/x"), 404, "invalid_request_error", "not_found"),
@@ -37,8 +40,13 @@ def test_bodies(error, status, type_, code):
 
 
 def test_numbers_and_headers_are_there():
-    assert "5000" in errors.context_length_exceeded(5000, 4096).message
-    assert "4096" in errors.context_length_exceeded(5000, 4096).message
+    too_long = errors.context_length_exceeded(TOO_LONG, "prompt")
+    assert too_long.param == "prompt"
+    assert "5000" in too_long.message
+    assert "4096" in too_long.message
+    too_many = errors.context_length_exceeded(TOO_MANY, "prompt")
+    assert too_many.param == "max_tokens"
+    assert "lower max_tokens to 96" in too_many.message
     assert errors.overloaded(64, 3).headers == {"Retry-After": "3"}
     assert errors.unavailable("x").headers["Retry-After"]
     assert errors.method_not_allowed("GET", ("POST",)).headers == {"Allow": "POST"}

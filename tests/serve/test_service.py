@@ -172,6 +172,18 @@ class TestRefusals:
             assert name in error["message"]
         assert set(error) == {"message", "type", "param", "code"}
 
+    def test_what_is_too_long_is_named(self, client: TestClient) -> None:
+        def param(path: str, **fields: Any) -> Any:
+            error = client.post(path, json={"model": "tiny", **fields}).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            return error["param"]
+
+        words = "many words " * 200
+        assert param(COMPLETIONS, prompt=words) == "prompt"
+        assert param(COMPLETIONS, prompt=["a", words]) == "prompt"
+        assert param(CHAT, messages=[{"role": "user", "content": words}]) == "messages"
+        assert param(COMPLETIONS, prompt="a", max_tokens=128) == "max_tokens"
+
     def test_bodies(self, client: TestClient) -> None:
         assert client.post(CHAT, content=b"{").status_code == 400
         assert client.post(CHAT, content=b"[]").status_code == 400

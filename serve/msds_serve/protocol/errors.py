@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from msds.errors import MsdsError, PromptError, SamplingError
+from msds.errors import ContextLengthError, MsdsError, PromptError, SamplingError
 
 INVALID_REQUEST = "invalid_request_error"
 
@@ -45,13 +45,17 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_exceeded(prompt_tokens: int, max_model_len: int) -> ApiError:
-    """400 for a prompt that leaves no room for an answer, with both numbers."""
-    message = (
-        f"the prompt has {prompt_tokens} tokens and the context holds {max_model_len}, prompt and answer together; "
-        "shorten the prompt"
+def context_length_exceeded(error: ContextLengthError, prompt_field: str) -> ApiError:
+    """400 for a prompt that leaves no room for its answer, with the numbers. prompt_field: where the prompt stands."""
+    message = f"the prompt has {error.prompt_tokens} tokens and "
+    if error.max_tokens is None:
+        message += f"the context holds {error.max_model_len}, prompt and answer together; shorten the prompt"
+        return bad_request(message, param=prompt_field, code="context_length_exceeded")
+    message += (
+        f"max_tokens is {error.max_tokens}, together more than the context of {error.max_model_len}; lower max_tokens "
+        f"to {error.max_model_len - error.prompt_tokens} or shorten the prompt"
     )
-    return bad_request(message, param="messages", code="context_length_exceeded")
+    return bad_request(message, param="max_tokens", code="context_length_exceeded")
 
 
 def unauthorized() -> ApiError:
@@ -122,7 +126,7 @@ def from_exception(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, (PromptError, SamplingError)):
-        named = re.match(r"([a-z_]+)(?:\[|\.| is | holds )", str(error))
+        named = re.match(r"([a-z_]+)(?:\[|\.| is | holds | names )", str(error))
         return bad_request(str(error), param=named.group(1) if named else None)
     return server_error(str(error)) if isinstance(error, MsdsError) else server_error()
 
