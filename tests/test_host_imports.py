@@ -15,6 +15,7 @@ HOST_MODULES = [
     "msds.llm",
     "msds.model",
     "msds.models.specs.rules",
+    "msds.planning",
     "msds.presets",
     "msds.text.chat",
     "msds.text.reasoning",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msds import __version__
 from msds.errors import MsdsError
+from msds_serve.commands import plan
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     _add_convert(commands)
+    plan.add(commands)
     return parser
 
 
