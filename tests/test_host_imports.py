@@ -9,6 +9,7 @@ HOST_MODULES = [
     "msds",
     "msds.checkpoint",
     "msds.config",
+    "msds.doctor",
     "msds.engine.engine",
     "msds.engine.runner",
     "msds.inspect",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msds import __version__
 from msds.errors import MsdsError
-from msds_serve.commands import plan
+from msds_serve.commands import doctor, plan
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_convert(commands)
     plan.add(commands)
+    doctor.add(commands)
     return parser
 
 
