@@ -32,13 +32,12 @@ _PAIR = re.compile(r"(\d+)\s*/\s*(\d+)")
 def parse_npus(text: str) -> list[Npu]:
     """The chips of the first table. Empty if the text holds none, as where the driver has failed."""
     rows = [_cells(line) for line in text.splitlines() if line.startswith("|")]
-    end = next((i for i, row in enumerate(rows) if any("process" in cell.lower() for cell in row)), len(rows))
-    rows = [row for row in rows[:end] if len(row) == 3]
+    rows = [row for row in rows if len(row) == 3]  # the table of processes has four columns
     found = []
     for first, second in pairwise(rows):
         name = re.fullmatch(r"(\d+)\s+(\S.*)", first[0])
         chip = re.fullmatch(r"(\d+)(\s+\d+)?", second[0])  # A3 prints a physical id beside the chip's
-        if name is not None and chip is not None and not re.fullmatch(r"\d+", name[2]):
+        if name is not None and chip is not None:
             found.append(_npu(int(name[1]), int(chip[1]), name[2].strip(), first, second))
     return found
 

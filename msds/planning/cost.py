@@ -1,7 +1,7 @@
 """Seconds of one step, estimated from bytes, operations and messages. Nothing here was measured on an NPU.
 
 A step of a rank takes the longer of reading its bytes and doing its operations, plus its messages, plus a fixed time
-per layer; pipeline stages follow each other. Peaks come from the mesh, the shares of them that are reached are:
+per layer. Peaks come from the mesh, the shares of them that are reached are:
 """
 
 from __future__ import annotations
@@ -70,15 +70,22 @@ class Step:
 
 
 def decode_time(ledger: Ledger, texts: int, context: int) -> StepTime:
-    """One decode step with `texts` texts over all replicas, each seeing `context` tokens."""
-    step = Step(ledger.texts_per_replica(texts), 1 + ledger.demand.mtp, context, False)
-    return _all_stages(ledger, step)
+    """From one token of a text to its next, with `texts` texts over all replicas, each seeing `context` tokens.
+
+    Pipeline stages work side by side on as many shares of the texts, and a text passes through all of them.
+    """
+    share = -(-ledger.texts_per_replica(texts) // ledger.plan.pp)
+    parts = _stage_times(ledger, Step(share, 1 + ledger.demand.mtp, context, False))
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def prefill_time(ledger: Ledger, context: int) -> StepTime:
-    """One chunk of one prompt in every replica, which sees `context` tokens."""
+    """From one chunk of a prompt to the next, in every replica, at `context` tokens: the slowest stage decides."""
     chunk = min(ledger.demand.engine.prefill_chunk, context)
-    return _all_stages(ledger, Step(1, chunk, context, True))
+    return max(_stage_times(ledger, Step(1, chunk, context, True)), key=lambda part: part.seconds)
 
 
 def tokens_per_step(mtp: int) -> float:
@@ -86,13 +93,8 @@ def tokens_per_step(mtp: int) -> float:
     return sum(MTP_ACCEPTED**depth for depth in range(mtp + 1))
 
 
-def _all_stages(ledger: Ledger, step: Step) -> StepTime:
-    plan = ledger.plan
-    parts = [_stage_time(ledger, stage, step) for stage in range(plan.pp)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def _stage_times(ledger: Ledger, step: Step) -> list[StepTime]:
+    return [_stage_time(ledger, stage, step) for stage in range(ledger.plan.pp)]
 
 
 def _stage_time(ledger: Ledger, stage: int, step: Step) -> StepTime:

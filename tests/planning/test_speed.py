@@ -61,6 +61,16 @@ def test_a_step_with_drafts_gives_more_tokens_for_more_time() -> None:
     assert [round(tokens_per_step(k), 3) for k in (0, 1, 2)] == [1.0, 1.7, 2.19]
 
 
+def test_stages_work_side_by_side() -> None:
+    """Each of two stages has half of the layers and of the texts: as long per token as one rank with half the texts,
+    while a text alone gains nothing."""
+    one, two = ledger("r1-distill-llama-8b", "a2:1", "tp1"), ledger("r1-distill-llama-8b", "a2:2", "pp2")
+    assert decode_time(two, 64, 4096).memory == pytest.approx(decode_time(one, 32, 4096).memory)
+    assert decode_time(two, 64, 4096).launch == decode_time(one, 32, 4096).launch
+    assert decode_time(two, 1, 4096).seconds > decode_time(one, 1, 4096).seconds
+    assert prefill_time(two, 4096).seconds == pytest.approx(prefill_time(one, 4096).seconds / 2, rel=0.2)
+
+
 def test_groups_inside_a_node_talk_faster() -> None:
     inside = decode_time(ledger("deepseek-r1", "a2:16", "dp2.tp8.ep16", quant="w8a8"), 64, 4096)
     across = decode_time(ledger("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8"), 64, 4096)
