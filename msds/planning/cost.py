@@ -188,7 +188,7 @@ def _layer_messages(demand: Demand, plan: ShardPlan, step: Step) -> float:
     """Two sums over tp; and where replicas share experts, tokens to their experts and back.
 
     Experts of a single replica need no message of their own: all its ranks have all its tokens, and the sum after
-    the MLP adds up their shares.
+    the MLP adds up their shares. The few dense layers of a model with experts are counted like the others.
     """
     config, item = demand.config, ITEM_SIZES[demand.dtype]
     tokens = step.texts * step.queries

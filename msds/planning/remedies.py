@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -42,8 +43,11 @@ def _remedies(demand: Demand, chosen: Candidate) -> Iterator[Remedy]:
         for scheme in SCHEMES[1:]:
             yield _remedy(f"--quant {scheme}", rank_plans(replace(demand, quant=scheme))[0])
     yield from _less(demand, chosen)
+    if demand.is_cpu:
+        yield _more_memory(demand, chosen)
+        return
     mesh = demand.mesh.larger()
-    while not demand.is_cpu and mesh.ranks <= MOST_RANKS:
+    while mesh.ranks <= MOST_RANKS:
         found = rank_plans(replace(demand, mesh=mesh))[0]
         if found.status == "fits":
             yield _remedy(f"--mesh {mesh}", found)
@@ -59,6 +63,15 @@ def _less(demand: Demand, chosen: Candidate) -> Iterator[Remedy]:
         yield _remedy(f"--concurrency {texts}", chosen, ledger, texts, demand.max_model_len)
     if not texts and length:
         yield _remedy(f"--max-model-len {length}, a text per replica", chosen, ledger, chosen.plan.dp, length)
+
+
+def _more_memory(demand: Demand, chosen: Candidate) -> Remedy:
+    """What must be free on this machine, of which memory_fraction is planned with."""
+    assert chosen.memory is not None
+    needed = chosen.memory.needed
+    free = math.ceil(needed / demand.memory_fraction) * demand.mesh.ranks
+    change = f"{free / 2**30:.2f} GiB of free memory"
+    return Remedy(change=change, plan=str(chosen.plan), needed=needed, budget=needed)
 
 
 def _remedy(change: str, found: Candidate, ledger: Ledger | None = None, texts: int = 0, length: int = 0) -> Remedy:

@@ -115,7 +115,8 @@ class PlanReport:
         yield f"{demand.model} on {demand.mesh}, {scheme}, texts of {demand.max_model_len:,} tokens: an estimate"
         yield ""
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        yield f"{verdict}: plan {self.plan} needs {_gib(memory.needed)} GiB per {name}, has {_gib(memory.budget)}"
+        has = _gib(memory.budget) + ("" if self.fits else f": short of {_gib(memory.needed - memory.budget)}")
+        yield f"{verdict}: plan {self.plan} needs {_gib(memory.needed)} GiB per {name}, has {has}"
         if not self.fits:
             for remedy in self.remedies:
                 end = "" if remedy.fits else ": not enough"

@@ -52,3 +52,21 @@ def test_a_model_that_llm_refuses_does_not_fit(tiny: Tiny, monkeypatch: pytest.M
 def test_processes_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 36)
     assert make_plan(make_demand("r1-distill-llama-8b", "cpu:4")).memory.budget == int(0.8 * (1 << 34))
+
+
+def test_a_tenth_of_a_gibibyte_too_little_is_named_with_two_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 8B in float32 and one text of 131,072 tokens."""
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 40)
+    one = make_plan(make_demand("r1-distill-llama-8b", "cpu:1", max_model_len=131072, concurrency=1)).memory.needed
+    free = int((one - 0.1 * 2**30) / 0.8)
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: free)
+    report = make_plan(make_demand("r1-distill-llama-8b", "cpu:1", max_model_len=131072))
+    assert not report.fits
+    assert report.memory.needed == one
+    assert "short of 0.100" in report.render()
+    shorter, more = report.remedies
+    per_token = 2 * 8 * 128 * 4 * 32
+    missing = -(-(report.memory.needed - report.memory.budget) // (16 * per_token)) * 16
+    assert shorter.change == f"--max-model-len {131072 - missing}, a text per replica"
+    assert shorter.fits
+    assert more.change == f"{one / 0.8 / 2**30:.2f} GiB of free memory"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msds.planning import make_demand, make_plan
-from msds.planning.cost import LAYER_SECONDS, MEMORY_SHARE, decode_time, prefill_time, tokens_per_step
+from msds.planning.cost import LAYER_SECONDS, LINK_SHARE, MEMORY_SHARE, decode_time, prefill_time, tokens_per_step
 from msds.planning.memory import Ledger
 from msds_graphs.sharding import ShardPlan
 
@@ -69,6 +69,24 @@ def test_stages_work_side_by_side() -> None:
     assert decode_time(two, 64, 4096).launch == decode_time(one, 32, 4096).launch
     assert decode_time(two, 1, 4096).seconds > decode_time(one, 1, 4096).seconds
     assert prefill_time(two, 4096).seconds == pytest.approx(prefill_time(one, 4096).seconds / 2, rel=0.2)
+
+
+def test_sums_over_a_node_by_hand() -> None:
+    """Llama 70B, tp 8, 64 texts: two sums of 64 x 8192 bf16 values in each of 80 layers, 7/8 of them sent twice, three
+    steps of latency."""
+    links = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 100).links
+    one = 2 * 7 / 8 * 64 * 8192 * 2 / (196e9 * LINK_SHARE) + 3 * 10e-6
+    assert links == pytest.approx(80 * 2 * one)
+
+
+def test_tokens_to_experts_and_back_by_hand() -> None:
+    """R1 over 16 replicas on two nodes, 4 texts each: 8 copies of each token go out in int8 and come back in bf16; half
+    of them cross the nodes, whose links decide, with four steps of latency."""
+    links = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links
+    out, back = (4 * 8 * 7168 * item * 8 / 16 / (25e9 * LINK_SHARE) + 4 * 25e-6 for item in (1, 2))
+    assert links == pytest.approx(61 * (out + back))
+    plain = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16"), 64, 100).links
+    assert plain == pytest.approx(61 * 2 * back)
 
 
 def test_groups_inside_a_node_talk_faster() -> None:
