@@ -17,13 +17,13 @@ from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
-from msds.models import model_functions
+from msds.models.specs import block_bytes, weight_bytes
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
 from msds.weights import without_mtp
 from msds_graphs.plan import Plan
-from msds_graphs.trees import Tree, tree_flatten
+from msds_graphs.trees import Tree
 
 Prompt = str | Sequence[int]
 TextListener = Callable[[int, int, str], None]
@@ -180,13 +180,11 @@ class LLM:
 
     def _plan_blocks(self, config: ModelConfig) -> int:
         """Cache blocks, decided from the config alone, before a byte of weights is read."""
-        functions = model_functions(config)
         dtype = self.options.resolved_dtype
-        block = functions.cache_spec(config, 1, self.options.block_size, dtype)
         return self.options.plan_blocks(
             max_model_len=self.max_model_len,
-            block_bytes=sum(leaf.nbytes for leaf in tree_flatten(block)[0]),
-            weight_bytes=sum(leaf.nbytes for leaf in tree_flatten(functions.derived_spec(config, dtype))[0]),
+            block_bytes=block_bytes(config, self.options.block_size, dtype),
+            weight_bytes=weight_bytes(config, dtype),
             free_bytes=free_memory_bytes(),
         )
 

@@ -64,13 +64,17 @@ class EngineOptions:
             raise OptionError(f"max_model_len is {self.max_model_len}: the model's context is {context} tokens")
         return self.max_model_len
 
+    def blocks_per_text(self, max_model_len: int) -> int:
+        """Cache blocks of a text of full length."""
+        return -(-max_model_len // self.block_size)
+
     def plan_blocks(self, *, max_model_len: int, block_bytes: int, weight_bytes: int, free_bytes: int) -> int:
         """Cache blocks to allocate, the reserved one included.
 
         As many as `max_num_seqs` texts of full length need, or what memory_fraction of the free memory leaves after
         the weights. OptionError, with the numbers, when not even one text of full length fits.
         """
-        per_text = -(-max_model_len // self.block_size)
+        per_text = self.blocks_per_text(max_model_len)
         wanted = 1 + self.max_num_seqs * per_text
         budget = int(free_bytes * self.memory_fraction) - weight_bytes
         affordable = budget // block_bytes

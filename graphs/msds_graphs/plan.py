@@ -1,4 +1,4 @@
-"""Plan: which implementation each op uses. A value, chosen outside the model and visible at the call."""
+"""Plan: which implementation each op uses (`ShardPlan`: who computes what). A value, visible at the call."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from msds import __version__
 from msds.errors import MsdsError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.client_commands import add_client_commands
+from msds_serve.commands import doctor, plan
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -55,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_convert(commands)
     add_client_commands(commands, _add_command)
+    plan.add(commands)
+    doctor.add(commands)
     return parser
 
 

@@ -26,6 +26,7 @@ import msds.models.deepseek
 import msds.models.ends
 import msds.models.llama
 import msds.models.rotary
+import msds.models.specs.deepseek
 import msds_ops.attention
 import msds_ops.cache
 import msds_ops.linear
@@ -34,6 +35,7 @@ import msds_ops.rope
 
 FILES: dict[str, ModuleType] = {
     "deepseek": msds.models.deepseek,
+    "deepseek_specs": msds.models.specs.deepseek,
     "llama": msds.models.llama,
     "ends": msds.models.ends,
     "rotary": msds.models.rotary,

@@ -205,7 +205,7 @@ MUTATIONS = [
     ),
     Mutation(
         "absorbed keys from the rows of the values",
-        "deepseek",
+        "deepseek_specs",
         {"kv_b[:, : config.qk_nope_head_dim]": "kv_b[:, config.qk_nope_head_dim :]"},
         "test_spec.py::test_absorbed_halves_are_cut_from_kv_b_proj",
         way="decode",

@@ -1,0 +1,122 @@
+"""A checkpoint folder: config, files against the model's ledger, digests, tokenizer, and room for it here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msds.checkpoint import Checkpoint, check_checkpoint, read_manifest, shares_embedding, verify_manifest
+from msds.config import config_warnings, read_config, read_generation_config
+from msds.doctor.checks import FAIL, PASS, SKIP, WARN, Finding
+from msds.errors import MsdsError, TokenizerError
+from msds.inspect.oddities import config_oddities
+from msds.models.specs import model_specs
+from msds.planning import make_demand, make_plan
+from msds.text.chat import ChatTemplate
+from msds.text.tokenizer import Tokenizer, has_tokenizer
+from msds.weights import checkpoint_entries, settle_mtp, stored_skips
+
+HASHED_BYTES = 1 << 30
+"""Files up to this size in all are compared with their digests here; more would take minutes."""
+
+
+def config(path: Path) -> Finding:
+    """config.json and generation_config.json can be served."""
+    try:
+        found = read_config(path)
+        generation = read_generation_config(_folder(path))
+    except MsdsError as error:
+        return Finding(FAIL, str(error), "correct the field, or take the file from where the model was published")
+    odd = [*config_warnings(path), *config_oddities(found, generation)]
+    if odd:
+        return Finding(WARN, "\n".join([found.model_type, *odd]), "legal; see whether it is meant")
+    return Finding(PASS, found.model_type)
+
+
+def checkpoint(path: Path) -> Finding:
+    """Every parameter has its tensor, of the right shape, in files that are whole. Headers are read, no weights."""
+    if not path.is_dir():
+        return Finding(SKIP, f"{path} is a file: give the folder to have its weights looked at")
+    opened: Checkpoint | None = None
+    try:
+        stored = read_config(path)
+        opened = Checkpoint.open(path, weight_block_size=stored.weight_block_size)
+        settled = settle_mtp(opened, stored, None)
+        if not opened.faults:
+            shares_embedding(opened, stored.tie_word_embeddings)
+        entries = checkpoint_entries(model_specs(settled).spec(settled), settled)
+        ledger = check_checkpoint(opened, entries, stored_skips(stored, settled))
+    except MsdsError as error:
+        return Finding(FAIL, str(error), "fetch the files that are named again; msds inspect shows what is there")
+    finally:
+        if opened is not None:
+            opened.close()
+    found = f"{len(ledger.entries):,} parameters from {len(ledger.used):,} tensors"
+    if ledger.strays:
+        shown = ", ".join(ledger.strays[:3])
+        return Finding(
+            WARN, f"{found}; {len(ledger.strays)} tensors that nothing uses: {shown}", "see if they are meant"
+        )
+    return Finding(PASS, found)
+
+
+def digests(path: Path) -> Finding:
+    """Files against their sha256, where some are known and the files are small enough for a preflight."""
+    if not path.is_dir():
+        return Finding(SKIP, f"{path} is a file")
+    try:
+        known = read_manifest(path)
+        size = sum((path / name).stat().st_size for name in known if (path / name).is_file())
+        if not known:
+            return Finding(SKIP, "no SHA256SUMS and no records of a download to compare with")
+        if size > HASHED_BYTES:
+            later = f"{len(known)} digests known; {size / 2**30:.1f} GiB take minutes and were not compared"
+            return Finding(SKIP, later, "msds verify MODEL --check-sha256 compares them")
+        return Finding(PASS, f"{verify_manifest(path, progress=False)} files are what their digests say")
+    except MsdsError as error:
+        return Finding(FAIL, str(error), "fetch the files that are named again")
+
+
+def tokenizer(path: Path) -> Finding:
+    """Tokenizer and chat template can be used; a short text comes back from its ids."""
+    folder = _folder(path)
+    if not has_tokenizer(folder):
+        return Finding(WARN, f"no tokenizer in {folder}", "without tokenizer.json the service takes token ids only")
+    try:
+        found = Tokenizer.open(folder)
+        ids = found.encode("1 + 1 = 2")
+    except TokenizerError as error:
+        return Finding(FAIL, str(error), "take tokenizer.json and tokenizer_config.json from the model's folder again")
+    said = f"{found.vocab_size:,} ids"
+    if not ids:
+        return Finding(
+            FAIL, f"{said}, but a short text has no ids", "take tokenizer.json from the model's folder again"
+        )
+    try:
+        ChatTemplate.open(folder, found)
+    except TokenizerError as error:
+        return Finding(WARN, f"{said}; {error}", "chat is refused without a chat template; completions work")
+    return Finding(PASS, f"{said}, with a chat template")
+
+
+def room(path: Path) -> Finding:
+    """Whether weights and cache fit here, as the engine would plan them on this CPU."""
+    try:
+        report = make_plan(make_demand(str(path), "cpu:1"))
+    except MsdsError as error:
+        return Finding(FAIL, str(error), "correct the config first")
+    memory = report.memory
+    found = (
+        f"float32 on this CPU needs {memory.needed / 2**30:.2f} GiB, {memory.budget / 2**30:.2f} may be planned with"
+    )
+    if not report.fits:
+        return Finding(FAIL, found, "free memory, or see msds plan MODEL --mesh a2:8 for NPUs")
+    return Finding(PASS, f"{found}; room for {report.most_texts:,} texts of {report.demand.max_model_len:,} tokens")
+
+
+def checkpoint_bytes(path: Path) -> int:
+    """Bytes of the weight files, 0 where there are none."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent

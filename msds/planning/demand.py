@@ -1,0 +1,139 @@
+"""What a plan is asked for: a model, a mesh, number types, lengths. Checked here, before any arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from msds.config import DeepseekConfig, ModelConfig, read_config
+from msds.errors import ConfigError, OptionError
+from msds.models.specs import model_specs
+from msds.models.specs.rules import sharding_rules
+from msds.options import EngineOptions, free_memory_bytes
+from msds.planning.quantised import SCHEMES, quantised_spec
+from msds.presets import PRESETS
+from msds.weights import without_mtp
+from msds_graphs.mesh import Mesh
+from msds_graphs.sharding import PlacedLeaf, Rules, place_leaves
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+NPU_MEMORY_FRACTION = 0.9
+"""Of an NPU's memory; the rest is left to the driver, the runtime's own allocations and fragmentation. Estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """One question to the planner.
+
+    model: what the user called it. config: without MTP layers where mtp is 0. dtype: of weights and cache.
+    quant: a scheme of SCHEMES. concurrency: texts of full length that must fit together; None: as many as the engine's
+    default, at least one per replica. mtp: draft tokens per step. memory_bytes: of one rank, before memory_fraction.
+    """
+
+    model: str
+    config: ModelConfig
+    mesh: Mesh
+    dtype: str
+    quant: str
+    max_model_len: int
+    concurrency: int | None
+    mtp: int
+    memory_bytes: int
+    memory_fraction: float
+    engine: EngineOptions
+
+    @cached_property
+    def rules(self) -> Rules:
+        """Which mesh axis cuts which axis of a tree."""
+        return sharding_rules(self.config)
+
+    @cached_property
+    def weights(self) -> tuple[PlacedLeaf, ...]:
+        """The arrays that ranks keep, quantised where the scheme says."""
+        tree = model_specs(self.config).derived_spec(self.config, self.dtype)
+        return place_leaves(quantised_spec(tree, self.quant), self.rules)
+
+    @cached_property
+    def block(self) -> tuple[PlacedLeaf, ...]:
+        """The arrays of one cache block."""
+        tree = model_specs(self.config).cache_spec(self.config, 1, self.engine.block_size, self.dtype)
+        return place_leaves(tree, self.rules)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the ranks are processes of this machine."""
+        return self.mesh.hardware.kind == "cpu"
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of one rank that may be planned with."""
+        return int(self.memory_bytes * self.memory_fraction)
+
+    @property
+    def texts(self) -> int:
+        """Texts of full length that are planned for, over all replicas."""
+        return self.concurrency if self.concurrency is not None else self.engine.max_num_seqs
+
+
+def make_demand(
+    model: str,
+    mesh: str,
+    *,
+    dtype: str | None = None,
+    quant: str = "none",
+    max_model_len: int | None = None,
+    concurrency: int | None = None,
+    mtp: int = 0,
+) -> Demand:
+    """A demand from what a user types. ConfigError, OptionError or GraphError name what is wrong, and what is legal."""
+    config = resolve_model(model)
+    parsed = Mesh.parse(mesh)
+    is_cpu = parsed.hardware.kind == "cpu"
+    if concurrency is not None and concurrency < 1:
+        raise OptionError(f"concurrency is {concurrency}: it must be at least 1")
+    if quant not in SCHEMES:
+        raise OptionError(f"quant is {quant!r}: use one of {', '.join(SCHEMES)}")
+    if is_cpu and quant != "none":
+        raise OptionError(f"quant is {quant!r}: on a CPU the engine keeps plain float32 weights; use none, or a2 or a3")
+    if dtype is not None and dtype not in DTYPES:
+        raise OptionError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
+    number_type = DTYPES[dtype] if dtype is not None else "float32" if is_cpu else "bfloat16"
+    # the engine's own checks and defaults; on a CPU they also say which number types it has
+    engine = EngineOptions(max_model_len=max_model_len, dtype=number_type if is_cpu else "auto")
+    if mtp < 0:
+        raise OptionError(f"mtp is {mtp}: it must be 0 (no speculation) or the number of draft tokens")
+    if mtp and not getattr(config, "num_nextn_predict_layers", 0):
+        raise OptionError(f"mtp is {mtp}, but {model} has no MTP layer: use 0")
+    memory = free_memory_bytes() // parsed.ranks if is_cpu else parsed.hardware.memory_bytes
+    assert memory is not None
+    return Demand(
+        model=model,
+        config=config if mtp else without_mtp(config),
+        mesh=parsed,
+        dtype=number_type,
+        quant=quant,
+        max_model_len=engine.resolve_max_model_len(config),
+        concurrency=concurrency,
+        mtp=mtp,
+        memory_bytes=memory,
+        memory_fraction=engine.memory_fraction if is_cpu else NPU_MEMORY_FRACTION,
+        engine=engine,
+    )
+
+
+def resolve_model(model: str) -> ModelConfig:
+    """The config of a preset, a checkpoint folder or a bare config.json; ConfigError lists the presets."""
+    if Path(model).exists():
+        return read_config(model)
+    if model in PRESETS:
+        return PRESETS[model]()
+    raise ConfigError(
+        f"model {model!r} is neither a folder, nor a config.json, nor a preset: the presets are {', '.join(PRESETS)}"
+    )
+
+
+def num_experts(config: ModelConfig) -> int:
+    """Routed experts per MoE layer, 0 for dense models."""
+    return config.n_routed_experts if isinstance(config, DeepseekConfig) else 0

@@ -1,0 +1,86 @@
+"""From a demand to a report: choose or check a plan, count its bytes, estimate its speed, say what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msds.errors import OptionError
+from msds.planning.demand import Demand
+from msds.planning.memory import Ledger
+from msds.planning.remedies import remedies
+from msds.planning.report import PlanReport
+from msds.planning.search import Candidate, evaluate, rank_plans
+from msds.planning.speed import compare, estimate_speed
+from msds_graphs.sharding import ShardPlan
+
+
+def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
+    """The report on one plan, or on the best of all with "auto".
+
+    OptionError where the plan is illegal, with the reason, or where no plan is legal.
+    """
+    others: tuple[Candidate, ...] = ()
+    if plan == "auto":
+        ranked = rank_plans(demand)
+        chosen, others = ranked[0], tuple(ranked[1:])
+        if chosen.status == "illegal":
+            raise OptionError(f"no plan cuts {demand.model} for mesh {demand.mesh}: the first says {chosen.reason}")
+    else:
+        chosen = evaluate(demand, ShardPlan.parse(plan))
+        if chosen.status == "illegal":
+            raise OptionError(f"plan {chosen.plan} for {demand.model} on {demand.mesh}: {chosen.reason}")
+    ledger = Ledger(demand, chosen.plan)
+    most = ledger.most_texts()
+    fits = chosen.status == "fits"
+    texts = demand.texts if demand.concurrency is not None else max(1, min(demand.texts, most))
+    speed = estimate_speed(ledger, texts)
+    memory = chosen.memory
+    assert memory is not None
+    return PlanReport(
+        demand=demand,
+        plan=chosen.plan,
+        memory=memory,
+        total_bytes=ledger.total_bytes(memory.num_blocks),
+        most_texts=most,
+        longest_text=ledger.longest_text(),
+        speed=speed,
+        comparisons=compare(ledger, speed, most),
+        others=others,
+        remedies=() if fits else remedies(demand, chosen),
+        notes=tuple(_notes(demand, chosen)),
+    )
+
+
+def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
+    plan, memory = chosen.plan, chosen.memory
+    assert memory is not None
+    if not demand.is_cpu or demand.mesh.ranks > 1:
+        yield (
+            "msds serve runs one CPU process in float32 today: this is a plan for when it runs on several ranks"
+            + ("" if demand.is_cpu else " and on NPUs; nothing was run on an NPU")
+        )
+    if demand.quant != "none":
+        yield f"quantised execution does not exist here yet: {demand.quant} is a plan for when it does"
+    if demand.mtp:
+        yield "msds serve does not speculate with MTP layers yet: --mtp is a plan for when it does"
+    if not demand.is_cpu:
+        yield (
+            f"{demand.mesh.hardware.note}; the budget is {demand.memory_fraction:.0%} of the memory, the rest is left "
+            "to driver, runtime and fragmentation"
+        )
+        yield "activations presume fused attention and grouped expert products on NPUs, which do not exist here yet"
+    else:
+        yield (
+            f"the budget is memory_fraction = {demand.memory_fraction:g} of what is free on this machine; activations "
+            "and graphs come from the rest"
+        )
+        rest = demand.memory_bytes - memory.budget
+        if memory.other_bytes > rest:
+            yield (
+                f"activations and graphs may take {memory.other_bytes / 2**30:.1f} GiB, the rest is "
+                f"{rest / 2**30:.1f} GiB: lower --max-model-len, or memory_fraction when serving"
+            )
+    vocab = demand.config.vocab_size
+    if vocab % plan.tp:
+        rows = -(-vocab // plan.tp) * plan.tp
+        yield f"the vocabulary of {vocab} is padded to {rows} rows for tp = {plan.tp}: {rows - vocab} rows of zeros"

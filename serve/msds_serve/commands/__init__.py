@@ -1,0 +1,15 @@
+"""Commands of `msds`, a module each: `add(commands)` defines its options, `run(options)` does the work."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+) -> argparse.ArgumentParser:
+    """A subcommand with what all of them have."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
+    command.set_defaults(run=run)
+    return command

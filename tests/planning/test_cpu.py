@@ -1,0 +1,72 @@
+"""On a CPU the plan is what LLM does: the same bytes, counted on the arrays that a tiny model really has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msds import LLM
+from msds.planning import make_demand, make_plan
+from msds_graphs.trees import tree_flatten
+
+Tiny = Callable[..., Path]
+
+
+def allocated(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_flatten(tree)[0])
+
+
+@pytest.mark.parametrize("name", ["v3_base", "llama_tied"])
+def test_planned_bytes_are_allocated_bytes(tiny: Tiny, name: str) -> None:
+    folder = tiny(name)
+    memory = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100)).memory
+    llm = LLM(folder, max_model_len=100)
+    assert memory.weight_bytes == allocated(llm.model.params)
+    assert memory.cache_bytes == allocated(llm.engine.runner.cache)
+    assert memory.num_blocks == llm.engine.runner.num_blocks == 1 + 8 * 7
+
+
+def test_scarce_memory_gives_the_same_number_of_blocks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny("llama_base")
+    plenty = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100)).memory
+    free = int((plenty.weight_bytes + 20.5 * plenty.block_bytes) / 0.8) + 1
+    for module in ("msds.llm", "msds.planning.demand"):
+        monkeypatch.setattr(f"{module}.free_memory_bytes", lambda: free)
+    report = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100))
+    assert report.fits
+    assert report.memory.num_blocks == LLM(folder, max_model_len=100).engine.runner.num_blocks == 20
+    assert report.most_texts == 2  # 19 blocks are two texts of seven
+
+
+def test_a_model_that_llm_refuses_does_not_fit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 20)
+    report = make_plan(make_demand("r1-distill-qwen-1.5b", "cpu:1"))
+    assert not report.fits
+    assert report.memory.budget == int(0.8 * (1 << 20))
+    assert report.memory.weight_bytes == 1_777_088_000 * 4  # its parameters in float32
+
+
+def test_processes_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 36)
+    assert make_plan(make_demand("r1-distill-llama-8b", "cpu:4")).memory.budget == int(0.8 * (1 << 34))
+
+
+def test_a_tenth_of_a_gibibyte_too_little_is_named_with_two_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 8B in float32 and one text of 131,072 tokens."""
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 40)
+    one = make_plan(make_demand("r1-distill-llama-8b", "cpu:1", max_model_len=131072, concurrency=1)).memory.needed
+    free = int((one - 0.1 * 2**30) / 0.8)
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: free)
+    report = make_plan(make_demand("r1-distill-llama-8b", "cpu:1", max_model_len=131072))
+    assert not report.fits
+    assert report.memory.needed == one
+    assert "short of 0.100" in report.render()
+    shorter, more = report.remedies
+    per_token = 2 * 8 * 128 * 4 * 32
+    missing = -(-(report.memory.needed - report.memory.budget) // (16 * per_token)) * 16
+    assert shorter.change == f"--max-model-len {131072 - missing}, a text per replica"
+    assert shorter.fits
+    assert more.change == f"{one / 0.8 / 2**30:.2f} GiB of free memory"

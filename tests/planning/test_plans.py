@@ -1,0 +1,206 @@
+"""What fits where: every number by arithmetic of its own on the published sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from msds.errors import ConfigError, OptionError
+from msds.planning import make_demand, make_plan
+from msds_graphs.errors import GraphError
+from tests.planning.by_hand import (
+    BUDGET,
+    DENSE,
+    GIB,
+    dense_cache_bytes,
+    dense_weight_bytes,
+    v3_cache_bytes,
+    v3_weight_bytes,
+)
+
+
+def planned(model: str, mesh: str, plan: str = "auto", **options: Any) -> Any:
+    return make_plan(make_demand(model, mesh, **options), plan)
+
+
+def remedy(report: Any, change: str) -> Any:
+    return next(item for item in report.remedies if item.change == change)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-r1"])
+def test_v3_in_bf16_is_too_large_for_two_a2_nodes(model: str) -> None:
+    """671 billion parameters in bf16 are 1,250 GiB, sixteen NPUs have 1,024."""
+    report = planned(model, "a2:16")
+    assert not report.fits
+    assert report.most_texts == report.longest_text == 0
+    assert (report.plan.tp, report.plan.dp, report.plan.ep) == (16, 1, 16)
+    assert report.memory.weight_bytes == v3_weight_bytes(16, 16, 16, int8=False)
+    assert report.memory.budget == BUDGET
+    assert report.memory.needed > v3_weight_bytes(16, 16, 16, int8=False) > 80 * GIB
+    text = report.render()
+    assert f"needs {report.memory.needed / GIB:.1f} GiB per NPU, has 57.6" in text
+    assert "nothing was run on an NPU" in text
+    for change in ("--quant w8a8", "--quant w8a16", "--mesh a2:32"):
+        assert remedy(report, change).fits
+        assert f"{remedy(report, change).needed / GIB:.1f} of 57.6" in text
+    assert not any(item.status == "fits" for item in report.others)
+
+
+@pytest.mark.parametrize("quant", ["w8a8", "w8a16"])
+@pytest.mark.parametrize(
+    ("plan", "tp", "ep", "dp"), [("tp16.ep16", 16, 16, 1), ("dp2.tp8.ep16", 8, 16, 2), ("dp4.tp4.ep8", 4, 8, 4)]
+)
+def test_r1_with_int8_weights_fits_two_a2_nodes(quant: str, plan: str, tp: int, ep: int, dp: int) -> None:
+    report = planned("deepseek-r1", "a2:16", plan, quant=quant, concurrency=32)
+    assert report.fits
+    assert report.memory.weight_bytes == v3_weight_bytes(tp, ep, 16, int8=True) < 48 * GIB
+    assert report.memory.cache_bytes == v3_cache_bytes(32 // dp, 4096)
+    assert report.total_bytes["weights"] == 16 * report.memory.weight_bytes
+    assert any("does not exist here yet" in note and quant in note for note in report.notes)
+
+
+def test_r1_in_bf16_fits_four_a2_nodes() -> None:
+    report = planned("deepseek-r1", "a2:32", "dp4.tp8.ep32")
+    assert report.fits
+    assert report.memory.weight_bytes == v3_weight_bytes(8, 32, 32, int8=False)
+    assert report.memory.cache_bytes == v3_cache_bytes(2, 4096)  # eight texts over four replicas
+    assert planned("deepseek-r1", "a2:32").fits
+
+
+def test_mtp_layers_are_counted_where_drafts_are_wanted() -> None:
+    report = planned("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8", mtp=1)
+    # the MTP layer's eh_proj stays bf16, and it has a cache layer of its own
+    assert report.memory.weight_bytes == v3_weight_bytes(16, 16, 16, int8=True, mtp=True)
+    assert report.memory.cache_bytes == v3_cache_bytes(8, 4096, layers=62)
+    assert any("speculate" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tp", "fits"),
+    [
+        ("r1-distill-qwen-1.5b", 1, 1, True),
+        ("r1-distill-qwen-1.5b", 2, 2, True),
+        ("r1-distill-qwen-7b", 1, 1, True),
+        ("r1-distill-qwen-7b", 4, 4, True),
+        ("r1-distill-qwen-14b", 1, 1, True),
+        ("r1-distill-qwen-14b", 8, 8, True),
+        ("r1-distill-qwen-32b", 1, 1, False),  # 65.5 GB of weights alone
+        ("r1-distill-qwen-32b", 2, 2, True),
+        ("r1-distill-qwen-32b", 8, 8, True),
+        ("r1-distill-llama-8b", 1, 1, True),
+        ("r1-distill-llama-8b", 8, 8, True),
+        ("r1-distill-llama-70b", 1, 1, False),
+        ("r1-distill-llama-70b", 2, 2, False),  # 65.7 GiB on each
+        ("r1-distill-llama-70b", 4, 4, True),
+        ("r1-distill-llama-70b", 8, 8, True),
+    ],
+)
+def test_distilled_models(name: str, ranks: int, tp: int, fits: bool) -> None:
+    report = planned(name, f"a2:{ranks}", f"tp{tp}", concurrency=4)
+    weights, cache = dense_weight_bytes(name, tp), dense_cache_bytes(name, tp, 4, 4096)
+    assert report.memory.weight_bytes == weights
+    assert report.memory.cache_bytes == cache
+    assert report.fits is fits
+    assert (weights + cache + report.memory.other_bytes <= BUDGET) is fits
+    assert planned(name, f"a2:{ranks}").fits is fits
+    if not fits:
+        assert remedy(report, f"--mesh a2:{2 if '32b' in name else 4}").fits
+
+
+def test_a_model_has_a_plan_for_every_part_of_a_node() -> None:
+    """Heads limit tp, so the rest of the NPUs are replicas or stages: 12 heads and two of keys allow tp 2 at most."""
+    for name in DENSE:
+        for ranks in (1, 2, 4, 8):
+            plan = planned(name, f"a2:{ranks}").plan
+            assert plan.ranks == ranks
+            assert DENSE[name][4] % plan.tp == 0
+
+
+def test_room_for_texts_is_the_largest_that_fits() -> None:
+    report = planned("r1-distill-qwen-7b", "a2:1")
+    most = report.most_texts
+    assert planned("r1-distill-qwen-7b", "a2:1", concurrency=most).fits
+    over = planned("r1-distill-qwen-7b", "a2:1", concurrency=most + 1)
+    assert not over.fits
+    assert over.memory.cache_bytes == dense_cache_bytes("r1-distill-qwen-7b", 1, most + 1, 4096)
+    assert remedy(over, f"--concurrency {most}").fits
+    longest = planned("r1-distill-qwen-32b", "a2:2", max_model_len=131072, concurrency=1).longest_text
+    assert longest == 131072  # all of its context: 32 GiB of cache over two NPUs, beside 30.5 GiB of weights
+    short = planned("r1-distill-llama-70b", "a2:4", max_model_len=131072, concurrency=2)
+    assert (short.memory.needed <= BUDGET) is short.fits
+
+
+def test_a_text_that_is_too_long_is_met_with_its_length() -> None:
+    report = planned("r1-distill-qwen-14b", "a2:1", max_model_len=131072, concurrency=2)
+    assert not report.fits  # 2 x 131,072 tokens of 192 KiB are 48 GiB, beside 27.5 GiB of weights
+    assert report.memory.cache_bytes == dense_cache_bytes("r1-distill-qwen-14b", 1, 2, 131072)
+    assert remedy(report, "--concurrency 1").fits
+
+
+def test_pipeline_stages_hold_their_own_layers() -> None:
+    """The last stage has the head and the first the embedding, 80 layers are 40 and 40: the stages weigh the same but
+    for the final norm."""
+    report = planned("r1-distill-llama-70b", "a2:4", "tp2.pp2", concurrency=1)
+    whole = dense_weight_bytes("r1-distill-llama-70b", 2)
+    assert report.memory.weight_bytes == (whole + 2 * 8192) // 2
+    assert report.total_bytes["weights"] == 2 * whole
+    assert report.memory.stage == 1
+
+
+def test_ranking_is_by_fit_then_time_and_says_why() -> None:
+    report = planned("deepseek-r1", "a2:32")
+    ranks = {"fits": 0, "too large": 1, "illegal": 2}
+    order = [ranks[item.status] for item in report.others]
+    assert order == sorted(order)
+    assert all(item.reason for item in report.others)
+    assert len({str(item.plan) for item in report.others} | {str(report.plan)}) == len(report.others) + 1
+    times = [item.decode.seconds for item in report.others if item.status == "fits"]
+    assert min(times) > 0.9 * report.speed.decode.seconds
+    # every pp * dp * tp = 32 with every ep that divides dp * tp: 2^5 in three factors, and 1 + log2(dp * tp) eps each
+    assert len(report.others) + 1 == sum((k + 1) * (k + 1) for k in range(6))
+
+
+def test_illegal_plans_are_refused_with_the_reason() -> None:
+    with pytest.raises(OptionError, match=r"dp2.tp4.ep8 for deepseek-r1 on a2:16.*= 1 \* 2 \* 4 = 8 ranks, .* has 16"):
+        planned("deepseek-r1", "a2:16", "dp2.tp4.ep8")
+    with pytest.raises(OptionError, match="number of key/value heads 2 cannot be cut by tp = 4"):
+        planned("r1-distill-qwen-1.5b", "a2:4", "tp4")
+    with pytest.raises(GraphError, match=r"'a2:13'.*nearest are a2:8 and a2:16"):
+        planned("deepseek-r1", "a2:13")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int4"}, "dtype is 'int4': use one of bf16, fp16, fp32"),
+        ({"quant": "w4a8"}, "quant is 'w4a8': use one of none, w8a8, w8a16"),
+        ({"mtp": -1}, "mtp is -1"),
+        ({"mtp": 1}, "mtp is 1, but r1-distill-qwen-7b has no MTP layer"),
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"max_model_len": 131073}, "max_model_len is 131073: the model's context is 131072"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+    ],
+)
+def test_bad_options_are_named(options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make_demand("r1-distill-qwen-7b", "a2:1", **options)
+
+
+def test_what_a_cpu_does_not_have_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"dtype is 'bfloat16'.*float32"):
+        make_demand("r1-distill-qwen-7b", "cpu:1", dtype="bf16")
+    with pytest.raises(OptionError, match="quant is 'w8a8': on a CPU"):
+        make_demand("r1-distill-qwen-7b", "cpu:1", quant="w8a8")
+
+
+def test_unknown_models_name_the_presets() -> None:
+    with pytest.raises(ConfigError, match=r"'deepseek-r9' is neither a folder.*deepseek-v3, .*r1-distill-llama-70b"):
+        make_demand("deepseek-r9", "a2:16")
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_number_types_scale_weights_and_cache(dtype: str, item: int) -> None:
+    report = planned("r1-distill-llama-8b", "a2:1", dtype=dtype, concurrency=1)
+    assert report.memory.weight_bytes == dense_weight_bytes("r1-distill-llama-8b", 1) * item // 2
+    assert report.memory.cache_bytes == dense_cache_bytes("r1-distill-llama-8b", 1, 1, 4096) * item // 2

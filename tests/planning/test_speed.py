@@ -1,0 +1,114 @@
+"""Estimated seconds: what must hold whatever the constants are, and one step by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from msds.planning import make_demand, make_plan
+from msds.planning.cost import LAYER_SECONDS, LINK_SHARE, MEMORY_SHARE, decode_time, prefill_time, tokens_per_step
+from msds.planning.memory import Ledger
+from msds_graphs.sharding import ShardPlan
+
+
+def ledger(model: str, mesh: str, plan: str, **options: Any) -> Ledger:
+    return Ledger(make_demand(model, mesh, **options), ShardPlan.parse(plan))
+
+
+def test_a_single_text_on_one_npu_reads_all_weights_and_its_cache() -> None:
+    """Qwen 1.5B: 28 layers, all weights but the embedding, 28 KiB of cache per token."""
+    step = decode_time(ledger("r1-distill-qwen-1.5b", "a2:1", "tp1"), 1, 1000)
+    d, inner, vocab = 1536, 8960, 151936
+    layer = (12 + 4) * 128 * (d + 1) + d * d + 3 * d * inner + 2 * d
+    read = 2 * (28 * layer + vocab * d + d) + 1000 * 2 * 2 * 128 * 2 * 28
+    assert step.memory == pytest.approx(read / (1.6e12 * MEMORY_SHARE))
+    assert step.links == 0
+    assert step.launch == pytest.approx(28 * LAYER_SECONDS)
+    assert step.seconds == pytest.approx(step.memory + step.launch)
+
+
+def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
+    """One token of R1 reads 8 of 256 experts; a thousand read all."""
+    r1 = ledger("deepseek-r1", "a2:32", "tp32.ep32", quant="w8a8")
+    experts = r1.stage_weights[0]["routed_experts"]
+    one, two = decode_time(r1, 1, 1).memory, decode_time(r1, 2, 1).memory
+    share = 1.6e12 * MEMORY_SHARE
+    assert (two - one) * share == pytest.approx(experts * (8 / 256) * (1 - 8 / 256), rel=0.02)
+    many = decode_time(r1, 4096, 1).memory
+    assert (many - one) * share == pytest.approx(experts * (1 - 8 / 256), rel=0.1)
+
+
+PLANS = st.sampled_from(["tp16.ep16", "dp2.tp8.ep16", "dp16.ep16", "dp4.tp4.ep4", "tp8.pp2", "dp2.tp2.ep4.pp4"])
+
+
+@settings(max_examples=10)
+@given(PLANS, st.integers(1, 200), st.integers(1, 8192))
+def test_more_work_never_takes_less_time(plan: str, texts: int, context: int) -> None:
+    r1 = ledger("deepseek-r1", "a2:16", plan, quant="w8a8")
+    step = decode_time(r1, texts, context).seconds
+    assert decode_time(r1, 2 * texts, context).seconds >= step
+    assert decode_time(r1, texts, 2 * context).seconds >= step
+    assert prefill_time(r1, 4096 + context).seconds >= prefill_time(r1, 4096).seconds
+
+
+def test_a_step_with_drafts_gives_more_tokens_for_more_time() -> None:
+    plain = ledger("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8")
+    drafts = ledger("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8", mtp=1)
+    assert decode_time(drafts, 8, 4096).seconds > decode_time(plain, 8, 4096).seconds
+    assert [round(tokens_per_step(k), 3) for k in (0, 1, 2)] == [1.0, 1.7, 2.19]
+
+
+def test_stages_work_side_by_side() -> None:
+    """Each of two stages has half of the layers and of the texts: as long per token as one rank with half the texts,
+    while a text alone gains nothing."""
+    one, two = ledger("r1-distill-llama-8b", "a2:1", "tp1"), ledger("r1-distill-llama-8b", "a2:2", "pp2")
+    assert decode_time(two, 64, 4096).memory == pytest.approx(decode_time(one, 32, 4096).memory)
+    assert decode_time(two, 64, 4096).launch == decode_time(one, 32, 4096).launch
+    assert decode_time(two, 1, 4096).seconds > decode_time(one, 1, 4096).seconds
+    assert prefill_time(two, 4096).seconds == pytest.approx(prefill_time(one, 4096).seconds / 2, rel=0.2)
+
+
+def test_sums_over_a_node_by_hand() -> None:
+    """Llama 70B, tp 8, 64 texts: two sums of 64 x 8192 bf16 values in each of 80 layers, 7/8 of them sent twice, three
+    steps of latency."""
+    links = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 100).links
+    one = 2 * 7 / 8 * 64 * 8192 * 2 / (196e9 * LINK_SHARE) + 3 * 10e-6
+    assert links == pytest.approx(80 * 2 * one)
+
+
+def test_tokens_to_experts_and_back_by_hand() -> None:
+    """R1 over 16 replicas on two nodes, 4 texts each: 8 copies of each token go out in int8 and come back in bf16; half
+    of them cross the nodes, whose links decide, with four steps of latency."""
+    links = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links
+    out, back = (4 * 8 * 7168 * item * 8 / 16 / (25e9 * LINK_SHARE) + 4 * 25e-6 for item in (1, 2))
+    assert links == pytest.approx(61 * (out + back))
+    plain = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16"), 64, 100).links
+    assert plain == pytest.approx(61 * 2 * back)
+
+
+def test_groups_inside_a_node_talk_faster() -> None:
+    inside = decode_time(ledger("deepseek-r1", "a2:16", "dp2.tp8.ep16", quant="w8a8"), 64, 4096)
+    across = decode_time(ledger("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8"), 64, 4096)
+    assert inside.links != across.links
+    one = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 4096)
+    two = decode_time(ledger("r1-distill-llama-70b", "a2:16", "dp2.tp8"), 128, 4096)
+    assert one.links == pytest.approx(two.links)  # replicas of a dense model do not talk
+
+
+def test_published_figures_stand_beside_the_estimates() -> None:
+    report = make_plan(make_demand("deepseek-v3", "a2:32", quant="w8a8", concurrency=512))
+    best = report.comparisons[0]
+    assert best.anchor.tokens_per_second == 808
+    assert best.estimate is not None
+    assert best.ratio == pytest.approx(best.estimate / 808)
+    text = report.render()
+    assert "published decode at 100 ms: 808 tok/s per NPU; this plan, estimated" in text
+    assert "an estimate" in text.splitlines()[0]
+    alone = make_plan(make_demand("r1-distill-qwen-1.5b", "a2:1")).comparisons
+    assert [item.anchor.tokens_per_second for item in alone] == [168.9]
+    assert make_plan(make_demand("deepseek-v2", "a2:16")).comparisons == ()
+    per_die = make_plan(make_demand("deepseek-r1", "a3:16", quant="w8a8")).comparisons
+    assert 1943 / 2 in [item.anchor.tokens_per_second for item in per_die]

@@ -1,0 +1,69 @@
+"""`msds plan`: exit codes, JSON and errors."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from msds.config import config_json
+from msds.planning import PlanReport
+from msds.presets import deepseek_v2_lite
+from msds_serve.cli import main
+
+KEYS = {
+    "model", "mesh", "plan", "dtype", "quant", "max_model_len", "concurrency", "mtp", "fits", "memory", "total",
+    "capacity", "estimates", "published", "others", "remedies", "notes", "is_estimate",
+}  # fmt: skip
+
+
+def test_json_has_the_documented_keys_and_integers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "deepseek-r1", "--mesh", "a2:16", "--quant", "w8a8", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report.keys() == KEYS
+    memory = report["memory"]
+    sizes = [*memory["weights"].values(), *(value for name, value in memory.items() if name != "weights")]
+    assert all(type(size) is int for size in sizes)
+    assert memory["weights_total"] == sum(memory["weights"].values())
+    parts = ("weights_total", "cache", "activations", "graphs_and_workspace", "communication")
+    assert memory["needed"] == sum(memory[part] for part in parts)
+    assert memory["cache"] == memory["block"] * memory["blocks"]
+    assert memory["needed"] <= memory["budget"] == memory["capacity"] * 9 // 10
+    documented = str(PlanReport.to_json.__doc__)
+    for key in (*KEYS, *memory, *report["estimates"], *report["published"][0], *report["others"][0]):
+        assert key in documented, key
+
+
+def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "deepseek-v3", "--mesh", "a2:16"]) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out
+    assert "--quant w8a8" in out
+    assert max(map(len, out.splitlines())) <= 160
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["r1", "--mesh", "a2:8"], "the presets are deepseek-v3"),
+        (["deepseek-r1", "--mesh", "a2:13"], "nearest are a2:8 and a2:16"),
+        (["deepseek-r1", "--mesh", "a2:16", "--plan", "tp4"], "mesh a2:16 has 16"),
+        (["deepseek-r1", "--mesh", "a2:16", "--plan", "tp4x"], "'tp4x' is not an axis"),
+    ],
+)
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("msds: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_bare_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json(deepseek_v2_lite())))
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert main(["plan", str(model), "--mesh", "a2:1", "--json"]) == 0
+        mine = json.loads(capsys.readouterr().out)
+        assert main(["plan", "deepseek-v2-lite", "--mesh", "a2:1", "--json"]) == 0
+        preset = json.loads(capsys.readouterr().out)
+        assert mine["memory"] == preset["memory"]
