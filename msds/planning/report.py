@@ -70,20 +70,7 @@ class PlanReport:
             "concurrency": demand.concurrency,
             "mtp": demand.mtp,
             "fits": self.fits,
-            "memory": {
-                "weights": {part: memory.weights[part] for part in PARTS if part in memory.weights},
-                "weights_total": memory.weight_bytes,
-                "cache": memory.cache_bytes,
-                "block": memory.block_bytes,
-                "blocks": memory.num_blocks,
-                "activations": memory.activations,
-                "graphs_and_workspace": memory.runtime,
-                "communication": memory.communication,
-                "needed": memory.needed,
-                "budget": memory.budget,
-                "capacity": demand.memory_bytes,
-                "stage": memory.stage,
-            },
+            "memory": _memory_json(memory, demand.memory_bytes),
             "total": self.total_bytes,
             "capacity": {"texts": self.most_texts, "longest_text": self.longest_text},
             "estimates": {
@@ -198,6 +185,23 @@ class PlanReport:
             yield f"  {', '.join(plans[:3])}{more}: {reason}"
         if len(reasons) > SHOWN:
             yield f"  and {len(reasons) - SHOWN} more reasons (--json)"
+
+
+def _memory_json(memory: RankMemory, capacity: int) -> dict[str, Any]:
+    return {
+        "weights": {part: memory.weights[part] for part in PARTS if part in memory.weights},
+        "weights_total": memory.weight_bytes,
+        "cache": memory.cache_bytes,
+        "block": memory.block_bytes,
+        "blocks": memory.num_blocks,
+        "activations": memory.activations,
+        "graphs_and_workspace": memory.runtime,
+        "communication": memory.communication,
+        "needed": memory.needed,
+        "budget": memory.budget,
+        "capacity": capacity,
+        "stage": memory.stage,
+    }
 
 
 def _candidate_json(item: Candidate) -> dict[str, Any]:
