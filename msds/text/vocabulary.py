@@ -29,6 +29,10 @@ class Vocabulary:
         self.size = max((*self._base, *self.added), default=-1) + 1
         self._bytes: dict[int, bytes] = {}
 
+    def same_tokens(self, other: "Vocabulary") -> bool:
+        """Whether both know the same tokens under the same ids."""
+        return self._ids == other._ids
+
     def id_of(self, token: str) -> int | None:
         """Id of a token by its spelling in the file, or None."""
         return self._ids.get(token)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from msds.llm import LLM
 from msds.train.verifiable import Task, is_correct
@@ -25,6 +27,12 @@ class Score:
         """In [0, 1]."""
         return self.right / self.count
 
+    def to_json(self) -> dict[str, Any]:
+        """kind, count, right, accuracy, and low and high of the interval."""
+        low, high = self.interval
+        numbers = {"count": self.count, "right": self.right, "accuracy": self.accuracy, "low": low, "high": high}
+        return {"kind": self.kind, **numbers}
+
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval of the accuracy (Wilson 1927)."""
@@ -34,11 +42,28 @@ class Score:
         return middle - half, middle + half
 
 
-def answer_tasks(llm: LLM, tasks: Sequence[Task], *, max_tokens: int = 128) -> list[bool]:
-    """Whether each task is answered rightly, greedily."""
+NO_REASONING = "\n</think>\n\n"
+"""What closes the thinking that a prompt has opened."""
+
+
+def measure(
+    model: str | Path, tasks: Sequence[Task], *, max_tokens: int, reasoning: bool = True, max_num_seqs: int = 32
+) -> tuple[list[bool], list[Score]]:
+    """Whether each task is answered rightly, greedily, by a checkpoint folder; and the scores.
+
+    Without `reasoning` the thinking that the prompt opens is closed at once, so the answer must come without it.
+    """
+    llm = LLM(model, max_num_seqs=max_num_seqs)
     sampling = llm.default_sampling(temperature=0.0, max_tokens=max_tokens)
-    outputs = llm.chat([task.prompt for task in tasks], sampling)
-    return [is_correct(task, output.text) for task, output in zip(tasks, outputs, strict=True)]
+    prompts = [llm.model.chat.encode(task.prompt) for task in tasks]
+    if not reasoning:
+        assert llm.model.tokenizer is not None
+        closing = llm.model.tokenizer.encode(NO_REASONING, bos=False)
+        prompts = [[*prompt, *closing] for prompt in prompts]
+    outputs = llm.generate(prompts, sampling)
+    texts = [output.text if reasoning else NO_REASONING + output.text for output in outputs]
+    right = [is_correct(task, text) for task, text in zip(tasks, texts, strict=True)]
+    return right, scores(tasks, right)
 
 
 def scores(tasks: Sequence[Task], right: Sequence[bool]) -> list[Score]:

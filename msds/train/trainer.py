@@ -12,14 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from msds.errors import TrainingError
+from msds.errors import CheckpointError, TrainingError
 from msds.model import Model
 from msds.train.data import Batches, Example, split_batch
 from msds.train.objectives import ObjectiveSettings
 from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import named, read_state, write_folder, write_state
-from msds.train.step import Precision, StepReport, TrainStep
+from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
 from msds_graphs.binding import assign, to_numpy
+from msds_graphs.compile import Compiled, compile
 from msds_graphs.trees import tree_map
 
 logger = logging.getLogger("msds")
@@ -59,7 +60,7 @@ class TrainOptions:
 
 
 class Trainer:
-    """Trains a loaded model (with its MTP layers, if it has any) in `folder`, which keeps state and log.
+    """Trains a loaded model, its MTP layers too, in `folder`, which keeps state and log.
 
     A folder that holds a state goes on from it; TrainingError when it belongs to a run with other options.
     """
@@ -73,6 +74,7 @@ class Trainer:
         objective: ObjectiveSettings | None = None,
         optimizer: AdamW | None = None,
         precision: Precision | None = None,
+        teacher: Model | None = None,
     ) -> None:
         self.model = model
         self.folder = folder
@@ -88,6 +90,7 @@ class Trainer:
             precision=precision,
             plan=model.plan,
         )
+        self._teacher = None if teacher is None else self._compile_teacher(teacher)
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / STATE_NAME).exists():
             self._resume()
@@ -102,9 +105,12 @@ class Trainer:
             try:
                 while self.done < options.steps:
                     batch = batches[self.done]
-                    report = self.step(
-                        split_batch(batch, options.accumulation), rate=schedule.rate(self.done), step=self.done + 1
-                    )
+                    parts = split_batch(batch, options.accumulation)
+                    if self._teacher is not None:
+                        for part in parts:
+                            inputs = {name: part[name] for name in COMMON_BATCH}
+                            part["teacher_logits"] = self._teacher(inputs)["logits"]
+                    report = self.step(parts, rate=schedule.rate(self.done), step=self.done + 1)
                     self.done += 1
                     tokens += int(batch["query_lens"].sum())
                     if self.done % options.log_every == 0 or self.done == options.steps:
@@ -131,6 +137,24 @@ class Trainer:
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The trained weights as a Hugging Face folder, tokenizer included."""
         return write_folder(target, self.model.folder, self.step.params(), self.model.config, dtype=dtype)
+
+    def _compile_teacher(self, teacher: Model) -> Compiled:
+        """The teacher's logits for the same batches; TrainingError when its ids mean other tokens."""
+        own, other = self.model.tokenizer, teacher.tokenizer
+        if teacher.config.vocab_size != self.model.config.vocab_size or (
+            own is not None and other is not None and not own.vocabulary.same_tokens(other.vocabulary)
+        ):
+            raise TrainingError(
+                f"{teacher.folder} and {self.model.folder} have different vocabularies: a teacher must share the "
+                "student's tokenizer"
+            )
+        config, plan, forward = teacher.config, teacher.plan, teacher.functions.forward
+
+        def logits(params, state, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+            return {"logits": forward(params, batch, config, plan)["logits"]}, state
+
+        buckets = self.step.gradients.buckets
+        return compile(logits, bound=teacher.params, batch=COMMON_BATCH, buckets=buckets, outputs=(), name="teacher")
 
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share; how long it trains and how often it logs may change."""
@@ -160,6 +184,12 @@ class Trainer:
             loads = report.expert_counts / report.expert_counts.mean(axis=1, keepdims=True)
             line["max_expert_load"] = round(float(loads.max()), 2)
         return line
+
+
+def check_target(target: Path) -> None:
+    """CheckpointError when a folder to be written exists: before training, not after."""
+    if target.exists():
+        raise CheckpointError(f"{target} exists already: name a new folder")
 
 
 def canonical(model: Model) -> Any:

@@ -14,7 +14,7 @@ from msds import __version__
 from msds.errors import MsdsError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.client_commands import add_client_commands
-from msds_serve.commands import doctor, plan
+from msds_serve.commands import doctor, evaluate, plan, problems, reinforce, train
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -58,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     add_client_commands(commands, _add_command)
     plan.add(commands)
     doctor.add(commands)
+    train.add(commands)
+    reinforce.add(commands)
+    evaluate.add(commands)
+    problems.add(commands)
     return parser
 
 

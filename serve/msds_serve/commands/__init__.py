@@ -13,3 +13,11 @@ def add_command(
     command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
     command.set_defaults(run=run)
     return command
+
+
+def int_list(text: str) -> tuple[int, ...]:
+    """Whole numbers separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 64,128") from None

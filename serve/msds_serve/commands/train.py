@@ -1,0 +1,71 @@
+"""`msds train`: supervised training, or distillation, of a checkpoint on conversations."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from msds_serve.commands import add_command, int_list
+
+OPTIONS = (
+    "steps",
+    "learning_rate",
+    "batch_size",
+    "accumulation",
+    "lengths",
+    "warmup_steps",
+    "decay_steps",
+    "seed",
+    "save_every",
+)
+
+
+def add(commands: Any) -> None:
+    """Define the command."""
+    command = add_command(commands, "train", run, "Train a model on conversations; goes on where it was interrupted.")
+    command.add_argument("model", metavar="MODEL", help="Hugging Face folder to start from")
+    command.add_argument("data", metavar="DATA", help='JSON lines: {"messages": [..., {"role": "assistant", ...}]}')
+    command.add_argument("--run", metavar="FOLDER", required=True, dest="run_folder", help="keeps state and log")
+    command.add_argument("--export", metavar="FOLDER", help="write the trained model there, in bfloat16")
+    command.add_argument("--steps", metavar="N", type=int, required=True, help="optimiser steps in all")
+    command.add_argument("--learning-rate", metavar="R", type=float, help="peak; default 1e-3")
+    command.add_argument("--batch-size", metavar="N", type=int, help="texts per step; default 64")
+    command.add_argument("--accumulation", metavar="N", type=int, help="micro-batches per step; default 1")
+    command.add_argument(
+        "--lengths", metavar="N,N", type=int_list, help="lengths that texts are padded to, a graph each; default 128"
+    )
+    command.add_argument("--warmup-steps", metavar="N", type=int, help="default 100")
+    command.add_argument("--decay-steps", metavar="N", type=int, help="of cosine decay at the end; default 0")
+    command.add_argument("--seed", metavar="S", type=int, help="of the order of texts; default 0")
+    command.add_argument("--save-every", metavar="N", type=int, help="steps between states; default 200")
+    command.add_argument("--mtp-weight", metavar="W", type=float, default=0.3, help="of the MTP loss; default 0.3")
+    command.add_argument("--balance-weight", metavar="W", type=float, default=1e-4, help="of balance; default 1e-4")
+    command.add_argument("--teacher", metavar="MODEL", help="learn this model's distributions instead of the texts'")
+    command.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of distillation; default 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and export where asked to."""
+    from msds import load
+    from msds.train.data import encode_conversation, read_conversations
+    from msds.train.objectives import Distillation, NextToken
+    from msds.train.trainer import Trainer, TrainOptions, check_target
+
+    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
+    settings = TrainOptions(**given)
+    if options.export is not None:
+        check_target(Path(options.export))
+    conversations = read_conversations(Path(options.data))
+    model = load(options.model)
+    tokenizer, chat = model.tokenizer, model.chat
+    assert tokenizer is not None  # chat says so itself
+    teacher = load(options.teacher, mtp=False) if options.teacher is not None else None
+    weights = {"mtp_weight": options.mtp_weight, "balance_weight": options.balance_weight}
+    objective = NextToken(**weights) if teacher is None else Distillation(options.temperature, **weights)
+    examples = [encode_conversation(messages, tokenizer, chat) for messages in conversations]
+    trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher)
+    trainer.run(examples)
+    if options.export is not None:
+        print(f"wrote {trainer.export(Path(options.export))}")
+    return 0
