@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 import requests
 
+from msds_serve.app import _EventStream
 from msds_serve.client import CHAT, COMPLETIONS, Server
 from tests.serve.conftest import Rigged
 from tests.serve.rigged import byte_tokens, wait_until
@@ -134,3 +136,26 @@ def test_a_client_that_leaves_is_forgotten(
     assert stats().referenced_blocks == stats().waiting == stats().running == 0
     done = Server.at(rigged.url, timeout=20).ask(COMPLETIONS, {"model": "tiny", "prompt": "b", "max_tokens": 1})
     assert done.error is None
+
+
+def test_a_stream_whose_client_left_before_it_began_is_closed() -> None:
+    closed: list[bool] = []
+
+    class Run:
+        usage = None
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"never sent"
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(60)
+
+    response = _EventStream(events(), Run(), None)  # type: ignore[arg-type]
+    asyncio.run(asyncio.wait_for(response({"type": "http"}, receive, send), 20))
+    assert closed == [True]
