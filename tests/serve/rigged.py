@@ -68,6 +68,7 @@ class RiggedRunner:
         self.gate = threading.Event()
         """Every step waits for it: clear it and the device hangs."""
         self.gate.set()
+        self.num_steps = 0
         self.steps_until_closed: int | None = None
         """After so many steps the gate closes by itself."""
         self._slots = np.full(num_blocks * block_size, -1, np.int64)
@@ -96,6 +97,7 @@ class RiggedRunner:
             else:
                 self.steps_until_closed -= 1
         self.gate.wait()
+        self.num_steps += 1
         vocab = self.model.config.vocab_size
         build_batch(rows, block_size=self.block_size, num_cache_blocks=self.num_blocks, vocab_size=vocab)  # checks
         texts = []
