@@ -157,11 +157,10 @@ class Trainer:
         return compile(logits, bound=teacher.params, batch=COMMON_BATCH, buckets=buckets, outputs=(), name="teacher")
 
     def _identity(self) -> dict[str, Any]:
-        """What a resumed run must share; how long it trains and how often it logs may change."""
+        """What a resumed run must share; how long and how fast it trains, padding and logging may change."""
         options = asdict(self.options)
-        for name in ("steps", "decay_steps", "save_every", "log_every", "learning_rate", "warmup_steps"):
+        for name in ("steps", "decay_steps", "save_every", "log_every", "learning_rate", "warmup_steps", "lengths"):
             del options[name]
-        options["lengths"] = list(options["lengths"])
         return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
 
     def _resume(self) -> None:
