@@ -147,7 +147,7 @@ class Model:
                     "query_lens": ArraySpec((1,), "int32"),
                 },
                 buckets=[{"Q": length} for length in lengths],
-                outputs={"logits": (None, "Q", None), "hidden": (None, "Q", None), "is_finite": None},
+                outputs={"logits": (None, "Q", None), "hidden": (None, "Q", None), "is_finite": (None, "Q")},
                 name="forward",
             )
         return self._forward
