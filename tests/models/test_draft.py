@@ -78,6 +78,33 @@ def test_drafts_are_those_of_numpy(world):
     assert got.tolist() == [expected_drafts(world, 12, 512)]
 
 
+def test_ids_without_a_token_are_not_drafted(world, monkeypatch):
+    """The likeliest id is made padding of the vocabulary; and this is one draft alone."""
+    likeliest = expected_drafts(world, 12, 512)[0]
+    monkeypatch.setattr(msds.model.Model, "allowed_vocab", likeliest)
+    single = Runner(
+        world.runner.model,
+        num_blocks=12,
+        block_size=BLOCK_SIZE,
+        prefill_buckets=[{"S": 1, "Q": CHUNK, "B": 5}],
+        decode_buckets=[{"S": 1, "Q": 1, "B": 5}],
+        num_drafts=1,
+    )
+    for start, stop in ((0, 6), (6, 12)):
+        single.prefill([world.row(start, stop)])
+    assert single.draft([world.row(12, 13)]).tolist() == [expected_drafts(world, 12, likeliest)[:1]]
+
+
+def test_of_equals_the_first_is_drafted(world):
+    head = world.runner.model.params["lm_head"]["weight"]
+    before = np.array(to_numpy(head))
+    assign(head, np.zeros_like(before))
+    try:
+        assert world.runner.draft([world.row(12, 13)]).tolist() == [[0] * K]
+    finally:
+        assign(head, before)
+
+
 def test_drafts_do_not_see_what_they_must_not(world):
     """Rejected drafts, another's blocks, and the slot of position 0 leave no trace; nor does company."""
     world.fill(0.0)
