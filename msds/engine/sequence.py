@@ -166,8 +166,9 @@ class GenerationSequence:
         return self._speculation.num_lookahead if self.hidden_of(self.num_computed - 1) is not None else 0
 
     def keep_hidden(self, position: int, hidden: npt.NDArray[np.float32]) -> None:
-        """Remember the model's state [D] of the last token that was computed."""
-        self._hidden_of, self._hidden = position, hidden.copy()
+        """Remember the model's state [D] of the last token that was computed, for drafts and MTP entries."""
+        if self._speculation is not None:
+            self._hidden_of, self._hidden = position, hidden.copy()
 
     def hidden_of(self, position: int) -> npt.NDArray[np.float32] | None:
         """The state of the token at `position`, if it is the one that is remembered."""

@@ -3,6 +3,9 @@
 Speculation is lossless: the draft is one token, the target is sampled with the key of its own position, and the draft
 counts only where it equals the target. So nothing here can change an answer, and the clock may decide. It need not
 know any sequence either: every step keeps the MTP layer's cache complete, so drafting may stop and start at any time.
+
+Logits of a step of several tokens are those of single steps up to rounding, as they are in batches of different size:
+where two tokens are as likely as that, either may come.
 """
 
 from __future__ import annotations

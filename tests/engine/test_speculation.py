@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from msds.constraints import JsonSchema
 from msds.engine.sampler import SequenceState, sample
+from msds.engine.sequence import Delta, GenerationSequence
 from msds.engine.speculation import Speculation
 from msds.sampling import SamplingParams
 from tests.constraints.kit import byte_level
@@ -189,6 +190,28 @@ def test_a_shared_prefix_costs_at_most_a_draft() -> None:
     assert again.usage.cached_tokens == 12
     assert told(first) == told(again) == told(want)
     assert accepted_share(case) == 1
+
+
+def test_a_listener_that_gives_up_within_a_block() -> None:
+    """What it has heard is a beginning of the answer; the rest of the block is not told, its neighbour goes on."""
+    requests: list[Request] = [
+        (prompt, {"max_tokens": 16, "ignore_eos": True, "logit_bias": {VOCAB - 1: -100}}) for prompt in ([2, 3], [5, 6])
+    ]
+    want = plain(requests)
+    case = drafting(requests, want, k=3, wrong=0.0)
+    heard: list[int] = []
+
+    def listen(sequence: GenerationSequence, delta: Delta) -> None:
+        heard.extend(delta.token_ids)
+        if len(heard) == 3:  # the first came with the prompt, then a block of four
+            case.engine.abort(sequence)
+
+    case.engine.add(requests[0][0], SamplingParams(temperature=0, **requests[0][1]), listen)
+    case.add(requests[1][0], 1, **requests[1][1])
+    [other] = case.run()
+    assert tuple(heard) == want[0].token_ids[:3]
+    assert told(other) == told(want[1])
+    case.assert_nothing_held()
 
 
 def test_the_law_of_sampled_tokens() -> None:

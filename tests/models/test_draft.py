@@ -26,6 +26,7 @@ class World:
     """A runner with drafts, and NumPy's states of TEXT."""
 
     def __init__(self, folder):
+        self.folder = folder
         self.tensors, self.config = to_numpy_tensors(folder), read_config(folder)
         buckets = [{"S": 2, "Q": 1, "B": 5}, {"S": 2, "Q": 1 + K, "B": 5}]
         self.runner = Runner(
@@ -79,11 +80,11 @@ def test_drafts_are_those_of_numpy(world):
 
 
 def test_ids_without_a_token_are_not_drafted(world, monkeypatch):
-    """The likeliest id is made padding of the vocabulary; and this is one draft alone."""
+    """The likeliest id is made padding of the vocabulary; and this is one draft alone, over a cache that is copied."""
     likeliest = expected_drafts(world, 12, 512)[0]
     monkeypatch.setattr(msds.model.Model, "allowed_vocab", likeliest)
     single = Runner(
-        world.runner.model,
+        msds.load(world.folder, mtp=True, plan=msds.Plan((("cache_write", "reference"),)), progress=False),
         num_blocks=12,
         block_size=BLOCK_SIZE,
         prefill_buckets=[{"S": 1, "Q": CHUNK, "B": 5}],
