@@ -15,6 +15,7 @@ from msds.engine.engine import Engine
 from msds.engine.ladder import step_ladders
 from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
+from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
 from msds.models.specs import block_bytes, weight_bytes
@@ -34,9 +35,9 @@ class LLM:
     """A model ready to generate.
 
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
-    memory_fraction, prefill_chunk, dtype, threads). plan: implementation per op. warm_up: compile every planned
-    shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading and compiling; None on a
-    terminal.
+    memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
+    compile every planned shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading
+    and compiling; None on a terminal.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -57,9 +58,15 @@ class LLM:
         self.max_model_len = self.options.resolve_max_model_len(stored)
         if self.options.threads is not None:
             _restrict_cores(self.options.threads)
-        num_blocks = self._plan_blocks(without_mtp(stored))
+        speculates = self.options.num_speculative_tokens > 0
+        if speculates and not getattr(stored, "num_nextn_predict_layers", 0):
+            raise OptionError(
+                f"num_speculative_tokens is {self.options.num_speculative_tokens}, but {folder} ({stored.model_type}) "
+                "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
+            )
+        num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
         self.model: Model = load(
-            folder, dtype=self.options.dtype, mtp=False, plan=plan, check_sha256=check_sha256, progress=progress
+            folder, dtype=self.options.dtype, mtp=speculates, plan=plan, check_sha256=check_sha256, progress=progress
         )
         self.engine = self._build_engine(num_blocks)
         self.num_weight_updates = 0
@@ -192,11 +199,13 @@ class LLM:
         from msds.engine.runner import Runner
 
         options = self.options
+        num_drafts = options.num_speculative_tokens
         prefill_buckets, decode_buckets = step_ladders(
             max_model_len=self.max_model_len,
             max_num_seqs=options.max_num_seqs,
             prefill_chunk=options.prefill_chunk,
             block_size=options.block_size,
+            num_drafts=num_drafts,
         )
         runner = Runner(
             self.model,
@@ -204,12 +213,14 @@ class LLM:
             block_size=options.block_size,
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
+            num_drafts=num_drafts,
         )
         chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
         policy = SchedulerPolicy(
             max_num_seqs=options.max_num_seqs, chunk_sizes=chunk_sizes, max_waiting=options.max_waiting
         )
-        return Engine(runner, max_model_len=self.max_model_len, policy=policy)
+        speculation = Speculation(num_drafts) if num_drafts else None
+        return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:

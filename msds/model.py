@@ -31,8 +31,9 @@ class Model:
 
     config: as loaded (MTP layers counted only if they are in the tree). params: the canonical tree with the derived
     leaves beside it, bound as MindSpore Parameters. functions: the module of pure functions (spec, cache_spec,
-    forward, prefill, decode, and mtp for DeepSeek). plan: which implementation each op uses. tokenizer, and grammars,
-    which compiles constraints for it: None where the folder has none. generation: defaults of generation_config.json.
+    forward, prefill, decode, and mtp and draft for DeepSeek). plan: which implementation each op uses. tokenizer, and
+    grammars, which compiles constraints for it: None where the folder has none. generation: defaults of
+    generation_config.json.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Model:
                     "query_lens": ArraySpec((1,), "int32"),
                 },
                 buckets=[{"Q": length} for length in lengths],
-                outputs={"logits": (None, "Q", None), "hidden": (None, "Q", None), "is_finite": None},
+                outputs={"logits": (None, "Q", None), "hidden": (None, "Q", None), "is_finite": (None, "Q")},
                 name="forward",
             )
         return self._forward

@@ -10,6 +10,8 @@ from msds.errors import OptionError
 
 DEFAULT_MAX_MODEL_LEN = 4096
 CPU_DTYPES = ("float32",)
+MAX_SPECULATIVE_TOKENS = 8
+"""Each draft stands on the one before; published acceptance of the second is well below the first's."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,9 @@ class EngineOptions:
     max_waiting: answers that may wait for a place; more are refused. Default no bound.
     dtype: what weights and cache are kept in; "auto" is float32 on a CPU, where MindSpore has no bfloat16 products.
     threads: cores that this process is restricted to, for good; default no restriction.
+    num_speculative_tokens: tokens that the checkpoint's MTP layer drafts per round; answers are those without (see
+    `engine.speculation`).
+    Default 0, no speculation.
     """
 
     max_model_len: int | None = None
@@ -34,6 +39,7 @@ class EngineOptions:
     max_waiting: int | None = None
     dtype: str = "auto"
     threads: int | None = None
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "prefill_chunk"):
@@ -41,6 +47,12 @@ class EngineOptions:
         for name in ("max_model_len", "threads", "max_waiting"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        drafts = self.num_speculative_tokens
+        if isinstance(drafts, bool) or not isinstance(drafts, int) or not 0 <= drafts <= MAX_SPECULATIVE_TOKENS:
+            raise OptionError(
+                f"num_speculative_tokens is {drafts!r}: it must be a whole number from 0 (no speculation) to "
+                f"{MAX_SPECULATIVE_TOKENS}"
+            )
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise OptionError(f"memory_fraction is {fraction!r}: it must be a number above 0 and at most 1")

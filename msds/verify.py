@@ -302,7 +302,7 @@ class _Ways:
                 outputs={
                     "logits": ("S", "Q", None),
                     "hidden": ("S", "Q", None),
-                    "is_finite": ("S",),
+                    "is_finite": ("S", "Q"),
                     "layers": ("S", "Q", None),
                 },
                 name=f"verify {kind}",

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from msds_graphs.specs import ArraySpec
 
-Batch = dict[str, npt.NDArray[np.int32]]
+Batch = dict[str, npt.NDArray[Any]]
 
 BATCH_SPEC: dict[str, ArraySpec] = {
     "tokens": ArraySpec(("S", "Q"), "int32"),
@@ -28,16 +29,41 @@ BATCH_SPEC: dict[str, ArraySpec] = {
 
 @dataclass(frozen=True)
 class Row:
-    """New tokens of one sequence in one step: `tokens` from position `start` on, found through `block_table`."""
+    """New tokens of one sequence in one step: `tokens` from position `start` on, found through `block_table`.
+
+    prev_hidden: the model's state [D] of the token before `start`, where MTP entries are kept; None: it is not known,
+    and zeros stand for it. That is so after a prefix hit: the block has the token, not its state. It makes one entry
+    worse and with it perhaps a draft, never a result.
+    """
 
     tokens: Sequence[int]
     start: int
     block_table: Sequence[int]
+    prev_hidden: npt.NDArray[np.float32] | None = None
 
     @property
     def context_len(self) -> int:
         """Tokens of the sequence after this step."""
         return self.start + len(self.tokens)
+
+
+def draft_slots(rows: Sequence[Row], count: int, block_size: int) -> npt.NDArray[np.int32]:
+    """[S, count] slots of the first new token of each row and those after it; 0, which nobody reads, without a block.
+
+    The block table of a row is longer than its tokens where the scheduler found room for drafts.
+    """
+    slots = np.zeros((len(rows), count), np.int32)
+    for index, row in enumerate(rows):
+        table = np.asarray(row.block_table, np.int32)
+        positions = np.arange(row.start, min(row.start + count, len(table) * block_size))
+        slots[index, : len(positions)] = table[positions // block_size] * block_size + positions % block_size
+    return slots
+
+
+def prev_hidden(rows: Sequence[Row], size: int) -> npt.NDArray[np.float32]:
+    """[S, size] the state before each row; zeros where it is not known."""
+    zeros = np.zeros(size, np.float32)
+    return np.stack([zeros if row.prev_hidden is None else row.prev_hidden for row in rows])
 
 
 def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, vocab_size: int) -> Batch:

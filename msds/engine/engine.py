@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +17,10 @@ from msds.constraints import Constraint
 from msds.engine.batch import Row
 from msds.engine.block_pool import BlockPool
 from msds.engine.sampler import SequenceState, sample, token_logprobs
-from msds.engine.schedule_types import PrefillStep, ScheduledRow, SchedulerPolicy, SchedulerStats, Step
+from msds.engine.schedule_types import DecodeStep, PrefillStep, ScheduledRow, SchedulerPolicy, SchedulerStats, Step
 from msds.engine.scheduler import Scheduler
 from msds.engine.sequence import Delta, GenerationSequence, Listener, RequestInfo
+from msds.engine.speculation import Speculation, SpeculationStats
 from msds.errors import ContextLengthError, SamplingError
 from msds.sampling import SamplingParams
 
@@ -34,16 +36,30 @@ MAX_CHOICES = 1024
 EXPIRED = "the request did not finish before its deadline"
 
 Rows = tuple[ScheduledRow[GenerationSequence], ...]
+Deltas = list[tuple[GenerationSequence, Delta]]
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A row whose next token is due: row `index` of the step; `last` is the row of logits of its last token."""
+
+    index: int
+    row: ScheduledRow[GenerationSequence]
+    last: int
+    drafts: list[int]
 
 
 class Engine:
     """Runs sequences to their end on a Runner. Used by one thread.
 
-    max_model_len: most tokens of one text. policy: see `SchedulerPolicy`. A step that raises ends only the sequences
-    in it; the compiled step is rebuilt on its next use, and what their blocks held is not used again.
+    max_model_len: most tokens of one text. policy: see `SchedulerPolicy`. speculation: for a runner that drafts. A
+    step that raises ends only the sequences in it; the compiled step is rebuilt on its next use, and what their blocks
+    held is not used again.
     """
 
-    def __init__(self, runner: Runner, *, max_model_len: int, policy: SchedulerPolicy) -> None:
+    def __init__(
+        self, runner: Runner, *, max_model_len: int, policy: SchedulerPolicy, speculation: Speculation | None = None
+    ) -> None:
         self.runner = runner
         self.max_model_len = max_model_len
         self.num_failed_steps = 0
@@ -53,6 +69,7 @@ class Engine:
         self._sequences: dict[int, GenerationSequence] = {}
         self._listeners: dict[int, Listener] = {}
         self._ids = itertools.count()
+        self._speculation = speculation
 
     @property
     def has_work(self) -> bool:
@@ -63,6 +80,11 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Gauges and counters now."""
         return self._scheduler.stats
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What came of drafting, where it was asked for."""
+        return None if self._speculation is None else self._speculation.stats
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of a constraint, from any thread; hold it until the request is added, and adding costs nothing.
@@ -97,7 +119,10 @@ class Engine:
         return sequences
 
     def abort(self, sequence: GenerationSequence) -> None:
-        """Give an answer up in whatever state it is; its listener hears "abort". Nothing if it has finished."""
+        """Give an answer up in whatever state it is; its listener hears "abort". Nothing if it has finished.
+
+        Given up by its listener in the middle of a round of drafts, it keeps the tokens of that round.
+        """
         if self._scheduler.abort(sequence.id):
             self._tell(sequence, sequence.end("abort"))
             self._drop(sequence)
@@ -122,7 +147,7 @@ class Engine:
         if step is None:
             return False
         try:
-            deltas = self._take(step, self._run(step))
+            deltas = self._decode(step) if isinstance(step, DecodeStep) else self._prefill(step)
         except Exception as error:  # whatever a graph or the sampling raises: these sequences end, the engine goes on
             self._fail(step, error)
             return True
@@ -134,9 +159,10 @@ class Engine:
             if sequence.is_finished:
                 self._scheduler.abort(sequence.id)
         for sequence, delta in deltas:
-            self._tell(sequence, delta)
-            if sequence.is_finished:
-                self._drop(sequence)
+            if sequence.id in self._sequences:  # a listener may have given it up meanwhile
+                self._tell(sequence, delta)
+                if delta.finish_reason is not None:
+                    self._drop(sequence)
         return True
 
     def _check_length(self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo) -> int:
@@ -197,38 +223,95 @@ class Engine:
             max_tokens=max_tokens,
             end_ids=end_ids,
             tokenizer=model.tokenizer,
+            speculation=self._speculation,
         )
 
-    def _run(self, step: Step[GenerationSequence]) -> StepResult:
-        rows = [Row(r.sequence.token_ids[r.start : r.end], r.start, r.sequence.block_table) for r in step.rows]
-        if isinstance(step, PrefillStep):
-            return self.runner.prefill(rows, all_logits=_wants_all_logits(step))
-        return self.runner.decode(rows)
+    def _prefill(self, step: PrefillStep[GenerationSequence]) -> Deltas:
+        result = self.runner.prefill([_row(step.row)], all_logits=_wants_all_logits(step))
+        return self._take(step, result, [[]])
 
-    def _take(self, step: Step[GenerationSequence], result: StepResult) -> list[tuple[GenerationSequence, Delta]]:
+    def _decode(self, step: DecodeStep[GenerationSequence]) -> Deltas:
+        """One round: draft where that pays, compute last tokens and drafts together, sample."""
+        if self._speculation is None:
+            return self._take(step, self.runner.decode([_row(row) for row in step.rows]), [[] for _ in step.rows])
+        start = self._speculation.clock()
+        shape = len(step.rows), max(row.end for row in step.rows).bit_length()
+        before = sum(len(row.sequence.token_ids) for row in step.rows)
+        drafts_now = self._speculation.wants(shape) and any(row.num_drafts for row in step.rows)
+        drafts = self._draft(step.rows) if drafts_now else [[] for _ in step.rows]
+        rows = [_row(row, ahead) for row, ahead in zip(step.rows, drafts, strict=True)]
+        deltas = self._take(step, self.runner.decode(rows), drafts)
+        grown = sum(len(row.sequence.token_ids) for row in step.rows) - before
+        self._speculation.measure(
+            shape,
+            has_drafts=drafts_now,
+            tokens_per_row=grown / len(step.rows),
+            seconds=self._speculation.clock() - start,
+        )
+        return deltas
+
+    def _draft(self, rows: Rows) -> list[list[int]]:
+        """Draft tokens for each row, as many as there are slots for, up to the first that its constraint forbids."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        able = [index for index, row in enumerate(rows) if row.num_drafts]
+        proposed = self.runner.draft([_row(rows[index]) for index in able]).tolist()
+        for index, tokens in zip(able, proposed, strict=True):
+            tokens = tokens[: rows[index].num_drafts]
+            drafts[index] = tokens[: rows[index].sequence.state.count_valid(tokens)]
+        return drafts
+
+    def _take(self, step: Step[GenerationSequence], result: StepResult, drafts: Sequence[list[int]]) -> Deltas:
         """Sample for the rows that are due; rows whose numbers broke leave before their blocks are kept."""
-        deltas: list[tuple[GenerationSequence, Delta]] = []
-        due: list[tuple[GenerationSequence, npt.NDArray[np.float32]]] = []
+        deltas: Deltas = []
+        due: list[_Due] = []
         for index, row in enumerate(step.rows):
             sequence = row.sequence
             if sequence.id not in self._sequences:
                 continue  # aborted while the step ran
-            if not result.is_finite[index]:
-                self._scheduler.abort(sequence.id)
-                deltas.append((sequence, sequence.end("error", BROKEN)))
+            if not result.is_finite[index, : row.num_tokens].all():
+                deltas.append(self._break(sequence))
                 continue
-            last = 0
             if _wants_all_logits(step):
                 _take_prompt_logprobs(sequence, row, result.logits[index])
-                last = row.num_tokens - 1
+            last = min(row.num_tokens, result.logits.shape[1]) - 1  # one row of logits: that of the last token
+            sequence.keep_hidden(row.end - 1, result.hidden[index, last])
             if row.samples:
-                due.append((sequence, result.logits[index, last]))
-        if due:
-            sequences, logits = zip(*due, strict=True)
-            states = [sequence.state for sequence in sequences]
-            chosen = sample(np.stack(logits), states, allowed_vocab=self.runner.model.allowed_vocab)
-            deltas += [(sequence, sequence.accept(one)) for sequence, one in zip(sequences, chosen, strict=True)]
+                due.append(_Due(index, row, last, drafts[index]))
+        place = 0
+        while due:
+            due = self._accept(due, place, result, deltas)
+            place += 1
         return deltas
+
+    def _accept(self, due: Sequence[_Due], place: int, result: StepResult, deltas: Deltas) -> list[_Due]:
+        """Sample the token after draft `place - 1` of each row, from its logits, key and history; who goes on.
+
+        That is what a step without drafts would sample there. Where it equals the next draft, what was computed
+        after that draft is right as well; where not, the rest of the row is thrown away: its cache entries lie
+        beyond `num_computed`, and are written again before anything reads them.
+        """
+        states = [one.row.sequence.state for one in due]
+        logits = np.stack([result.logits[one.index, one.last + place] for one in due])
+        chosen = sample(logits, states, allowed_vocab=self.runner.model.allowed_vocab)
+        going_on = []
+        for one, sampled in zip(due, chosen, strict=True):
+            sequence = one.row.sequence
+            deltas.append((sequence, sequence.accept(sampled)))
+            is_kept = place < len(one.drafts) and sampled.token_id == one.drafts[place]
+            if is_kept and not sequence.is_finished:
+                if result.is_finite[one.index, one.last + place + 1]:
+                    sequence.keep_hidden(one.row.end + place, result.hidden[one.index, one.last + place + 1])
+                    going_on.append(one)
+                    continue
+                deltas.append(self._break(sequence))
+            if self._speculation is not None:
+                self._speculation.count(drafted=len(one.drafts), accepted=place + is_kept)
+        return going_on
+
+    def _break(self, sequence: GenerationSequence) -> tuple[GenerationSequence, Delta]:
+        """The text's numbers broke: its blocks are not kept."""
+        self._scheduler.abort(sequence.id)
+        return sequence, sequence.end("error", BROKEN)
 
     def _fail(self, step: Step[GenerationSequence], error: Exception) -> None:
         self.num_failed_steps += 1
@@ -245,6 +328,12 @@ class Engine:
     def _drop(self, sequence: GenerationSequence) -> None:
         del self._sequences[sequence.id]
         del self._listeners[sequence.id]
+
+
+def _row(row: ScheduledRow[GenerationSequence], drafts: Sequence[int] = ()) -> Row:
+    sequence = row.sequence
+    tokens = [*sequence.token_ids[row.start : row.end], *drafts]
+    return Row(tokens, row.start, sequence.block_table, sequence.hidden_of(row.start - 1))
 
 
 def _wants_all_logits(step: Step[GenerationSequence]) -> bool:

@@ -22,11 +22,11 @@ def rungs(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def step_ladders(
-    *, max_model_len: int, max_num_seqs: int, prefill_chunk: int, block_size: int
+    *, max_model_len: int, max_num_seqs: int, prefill_chunk: int, block_size: int, num_drafts: int = 0
 ) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
     """(prefill buckets, decode buckets): S sequences, Q query tokens each, B context blocks each.
 
-    Prefill takes one sequence, decode one or `max_num_seqs`.
+    Prefill takes one sequence, decode one or `max_num_seqs`, of one token each or of one and `num_drafts`.
     """
     max_blocks = -(-max_model_len // block_size)
     contexts = rungs(max_blocks, max(1, min(max_blocks, 512 // block_size)))
@@ -34,7 +34,8 @@ def step_ladders(
     chunks = tuple(sorted({min(64, chunk), chunk}))
     sequences = tuple(sorted({1, max_num_seqs}))
     prefill = tuple({"S": 1, "Q": q, "B": b} for q in chunks for b in contexts if q <= b * block_size)
-    decode = tuple({"S": s, "Q": 1, "B": b} for s in sequences for b in contexts)
+    queries = tuple(sorted({1, 1 + num_drafts}))
+    decode = tuple({"S": s, "Q": q, "B": b} for q in queries for s in sequences for b in contexts)
     return prefill, decode
 
 

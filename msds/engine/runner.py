@@ -1,6 +1,6 @@
 """The device side of the engine: the cache, the compiled steps, and one call per scheduled batch.
 
-S sequences, N logit rows per sequence, V vocabulary.
+S sequences, Q new tokens per sequence, N logit rows per sequence, V vocabulary, D hidden, k draft tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch
+from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, prev_hidden
 from msds_graphs.buckets import choose_bucket
+from msds_graphs.specs import ArraySpec
 
 if TYPE_CHECKING:
     from msds.model import Model
@@ -23,19 +24,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("msds")
 
-STEP_OUTPUTS = {"logits": ("S", None, None), "hidden": ("S", None, None), "is_finite": ("S",)}
+LAST_TOKEN = {"logits": ("S", None, None), "hidden": ("S", None, None), "is_finite": ("S", "Q")}
+EVERY_TOKEN = {"logits": ("S", "Q", None), "hidden": ("S", "Q", None), "is_finite": ("S", "Q")}
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits [S, N, V] float32; is_finite [S]: False where a sequence's hidden states overflowed in this step."""
+    """logits [S, N, V] and hidden [S, N, D] float32; is_finite [S, Q]: False where a token's hidden state overflowed.
+
+    N is 1, the last token, or Q: row i is new token i of its sequence, and rows after its last are padding.
+    """
 
     logits: npt.NDArray[np.float32]
+    hidden: npt.NDArray[np.float32]
     is_finite: npt.NDArray[np.bool_]
 
 
 class Runner:
-    """Owns the paged cache and the compiled steps of one model. Used by one thread."""
+    """Owns the paged cache and the compiled steps of one model. Used by one thread.
+
+    num_drafts: tokens that `draft` proposes, for a model loaded with MTP layers; every step then keeps their cache
+    complete, whether anything is drafted or not. 0: there is no `draft`.
+    """
 
     def __init__(
         self,
@@ -45,6 +55,7 @@ class Runner:
         block_size: int,
         prefill_buckets: Sequence[dict[str, int]],
         decode_buckets: Sequence[dict[str, int]],
+        num_drafts: int = 0,
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
 
@@ -53,18 +64,28 @@ class Runner:
         self.block_size = block_size
         spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
         self.cache = bind(spec, fresh_prefix("cache"))
+        self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
         self._prefill_all = self._compile("prefill with all logits", functions.prefill, prefill_buckets, num_logits=0)
-        self._decode = self._compile("decode", functions.decode, decode_buckets, num_logits=1)
+        self._decode = self._compile("decode", functions.decode, decode_buckets, num_logits=0)
+        self._draft = self._compile_draft([bucket for bucket in decode_buckets if bucket["Q"] == 1])
 
     def prefill(self, rows: Sequence[Row], *, all_logits: bool = False) -> StepResult:
         """A chunk of new tokens per row; logits of each row's last token, or of all its tokens."""
         return self._run(self._prefill_all if all_logits else self._prefill, rows)
 
     def decode(self, rows: Sequence[Row]) -> StepResult:
-        """One new token per row."""
+        """One or a few new tokens per row; logits of all of them."""
         return self._run(self._decode, rows)
+
+    def draft(self, rows: Sequence[Row]) -> npt.NDArray[np.int32]:
+        """[S, k] what may follow the one token of each row: its last, which the main model has not computed yet."""
+        if self._draft is None:
+            raise RuntimeError("this runner was made without drafts")
+        batch = self._batch(rows) | {"draft_slots": draft_slots(rows, self.num_drafts, self.block_size)}
+        drafts: npt.NDArray[np.int32] = self._call(self._draft, batch)["drafts"]
+        return drafts
 
     @property
     def num_compiled(self) -> int:
@@ -77,6 +98,14 @@ class Runner:
         """Compile every planned prefill and decode bucket, printing a table. Prompt log-probabilities compile apart."""
         self._prefill.warm_up(progress)
         self._decode.warm_up(progress)
+        if self._draft is not None:
+            self._draft.warm_up(progress)
+
+    @property
+    def _batch_spec(self) -> dict[str, ArraySpec]:
+        if self.num_drafts == 0:
+            return BATCH_SPEC
+        return BATCH_SPEC | {"prev_hidden": ArraySpec(("S", self.model.config.hidden_size), "float32")}
 
     def _compile(self, name: str, function: Any, buckets: Sequence[dict[str, int]], *, num_logits: int) -> Compiled:
         from msds_graphs.compile import compile
@@ -86,27 +115,54 @@ class Runner:
         def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return function(params, cache, batch, config, plan, num_logits, block_size)
 
-        in_place = plan.implementation("cache_write") != "reference"
         return compile(
             step,
             bound=self.model.params,
             donated=self.cache,
-            batch=BATCH_SPEC,
+            batch=self._batch_spec,
             buckets=buckets,
-            outputs=STEP_OUTPUTS,
+            outputs=LAST_TOKEN if num_logits else EVERY_TOKEN,
             name=name,
-            in_place=in_place,
+            in_place=plan.implementation("cache_write") != "reference",
         )
 
-    def _run(self, step: Compiled, rows: Sequence[Row]) -> StepResult:
+    def _compile_draft(self, buckets: Sequence[dict[str, int]]) -> Compiled | None:
+        from msds_graphs.compile import compile
+
+        count = self.num_drafts
+        if count == 0:
+            return None
+        config, plan, block_size, vocab = self.model.config, self.model.plan, self.block_size, self.model.allowed_vocab
+        function = self.model.functions.draft
+
+        def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+            return function(params, cache, batch, config, plan, count, vocab, block_size)
+
+        return compile(
+            step,
+            bound=self.model.params,
+            donated=self.cache,
+            batch=self._batch_spec | {"draft_slots": ArraySpec(("S", count), "int32")},
+            buckets=buckets,
+            outputs={"drafts": ("S", None)},
+            name="draft",
+            in_place=plan.implementation("cache_write") != "reference",
+        )
+
+    def _batch(self, rows: Sequence[Row]) -> Batch:
         batch = build_batch(
             rows,
             block_size=self.block_size,
             num_cache_blocks=self.num_blocks,
             vocab_size=self.model.config.vocab_size,
         )
-        outputs = self._call(step, batch)
-        return StepResult(outputs["logits"], outputs["is_finite"])
+        if self.num_drafts == 0:
+            return batch
+        return batch | {"prev_hidden": prev_hidden(rows, self.model.config.hidden_size)}
+
+    def _run(self, step: Compiled, rows: Sequence[Row]) -> StepResult:
+        outputs = self._call(step, self._batch(rows))
+        return StepResult(outputs["logits"], outputs["hidden"], outputs["is_finite"])
 
     def _call(self, step: Compiled, batch: Batch) -> Any:
         """Run a step; say so when it must be compiled first, because that takes seconds."""

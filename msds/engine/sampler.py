@@ -130,6 +130,13 @@ class SequenceState:
         if self._output is not None:
             self._output.add(token_id)
 
+    def count_valid(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, the constraint would allow; all without one."""
+        try:
+            return len(token_ids) if self._constraint is None else self._constraint.count_valid(token_ids)
+        except ConstraintError:
+            return 0  # it is stuck, which the next sample says
+
     def adjusted(self, logits: Floats) -> Floats:
         """The logits [V] after penalties, bias, constraint and min_tokens; a copy where anything changes.
 

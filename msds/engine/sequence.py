@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from msds.engine.sampler import Sampled, SequenceState, TokenLogprobs
+from msds.engine.speculation import Speculation
 from msds.sampling import SamplingParams
 from msds.text.detokenizer import Detokenizer
 from msds.text.reasoning import Start
@@ -95,8 +99,6 @@ class GenerationSequence:
     token_ids: prompt, then output. num_computed, block_table, num_cached_tokens are the scheduler's.
     """
 
-    num_lookahead = 0
-
     def __init__(
         self,
         id: int,
@@ -108,6 +110,7 @@ class GenerationSequence:
         max_tokens: int,
         end_ids: Collection[int],
         tokenizer: Tokenizer | None,
+        speculation: Speculation | None = None,
     ) -> None:
         params = state.params
         self.id = id
@@ -124,6 +127,9 @@ class GenerationSequence:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []
+        self._speculation = speculation
+        self._hidden_of = -1  # the position whose state the next is
+        self._hidden: npt.NDArray[np.float32] | None = None
         self._end_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
         self._detokenizer = (
             Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
@@ -151,6 +157,22 @@ class GenerationSequence:
     def allow_prefix_reuse(self) -> bool:
         """Logits of every prompt token need every prompt token computed."""
         return self.params.prompt_logprobs is None
+
+    @property
+    def num_lookahead(self) -> int:
+        """Draft tokens for the next round: a draft stands on the state of the token before the last one."""
+        if self._speculation is None or self.num_computed != len(self.token_ids) - 1:
+            return 0
+        return self._speculation.num_lookahead if self.hidden_of(self.num_computed - 1) is not None else 0
+
+    def keep_hidden(self, position: int, hidden: npt.NDArray[np.float32]) -> None:
+        """Remember the model's state [D] of the last token that was computed, for drafts and MTP entries."""
+        if self._speculation is not None:
+            self._hidden_of, self._hidden = position, hidden.copy()
+
+    def hidden_of(self, position: int) -> npt.NDArray[np.float32] | None:
+        """The state of the token at `position`, if it is the one that is remembered."""
+        return self._hidden if position == self._hidden_of else None
 
     @property
     def output_ids(self) -> list[int]:

@@ -15,10 +15,11 @@ Attention is written twice. `forward` and `prefill` expand the latent into keys 
 
 from typing import Any
 
+import mindspore as ms
 from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
-from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
+from msds.models.ends import Batch, Cache, Outputs, Params, embed, final_hidden, outputs, traced
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds.models.specs.deepseek import cache_spec as cache_spec
 from msds.models.specs.deepseek import derive as derive
@@ -46,8 +47,8 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
     """The definition: teacher-forced, no cache, expanded attention.
 
     batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
-    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool, and with `trace`
-    layers: the residual stream [S, Q, D] after each layer.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S, Q] bool, and with
+    `trace` layers: the residual stream [S, Q, D] after each layer.
     """
     x = embed(params, batch["tokens"])
     shared = _shared_by_expanded(batch, config)
@@ -100,7 +101,11 @@ def prefill(
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
-    likewise, is_finite [S] over all its new tokens, layers with `trace` (see `forward`), and the written cache.
+    likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
+
+    With `prev_hidden` [S, D] in the batch, the state (after the final norm) of the token before the chunk, the first
+    MTP layer's cache is written too, so that `mtp` and `draft` find it complete. That needs neither its attention nor
+    its experts: an entry depends on one token and the state before it.
     """
     return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size, trace)
 
@@ -134,18 +139,75 @@ def mtp(
 ) -> tuple[Outputs, Cache]:
     """One multi-token-prediction step (DeepSeek-V3, section 2.2) with its own cache layer; absorbed attention.
 
-    batch as `prefill` plus `hidden` [S, Q, D]. For position i: hidden is the state of position i that the main
-    model (after its final norm) or the previous depth returned, tokens the token at i + 1, positions i itself;
-    rotary attention sees differences of positions only. Logits predict the token at i + 2.
-    `params` is the derived tree.
+    batch as `prefill` plus `hidden` [S, Q, D]: with the token at position j the state of position j - 1 - depth that
+    the main model (after its final norm) or the previous depth returned. Logits predict the token at j + 1. The entry
+    of a token lies in the token's own slot, so what a block holds depends on the tokens up to its end alone; the
+    first depth + 1 tokens have none, and theirs are not read. `params` is the derived tree.
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
     x = _mtp_input(layer, embed(params, batch["tokens"]), batch["hidden"], config)
-    shared = _shared_by_layers(batch, config, block_size)
+    shared = _shared_by_layers(batch, config, block_size, depth + 1)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config)
     pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
     return out, {"layers": cache["layers"], "mtp": pages}
+
+
+def draft(
+    params: Params,
+    cache: Cache,
+    batch: Batch,
+    config: DeepseekConfig,
+    plan: Plan,
+    num_drafts: int,
+    allowed_vocab: int,
+    block_size: int,
+) -> tuple[Outputs, Cache]:
+    """The tokens that the first MTP layer expects next, each from the one before it (greedy, ids < allowed_vocab).
+
+    batch: tokens (the last of each sequence), positions [S, 1], block_tables [S, B], query_lens, context_lens [S],
+    prev_hidden [S, D] (the main model's state of the token before), draft_slots [S, num_drafts]: where the entries of
+    the last token and of the drafts but the last are written. Those of drafts stand on the layer's own states; a step
+    that computes these positions writes them anew. Returns drafts [S, num_drafts] int32. `params` is the derived tree.
+    """
+    tokens, hidden = batch["tokens"], batch["prev_hidden"].expand_dims(1)
+    drafts: tuple[Tensor, ...] = ()
+    for step in range(num_drafts):
+        ahead = {
+            "tokens": tokens,
+            "positions": batch["positions"] + step,
+            "slot_mapping": batch["draft_slots"][:, step : step + 1],
+            "block_tables": batch["block_tables"],
+            "query_lens": batch["query_lens"],
+            "context_lens": batch["context_lens"],
+            "hidden": hidden,
+        }
+        out, cache = mtp(params, cache, ahead, config, plan, 0, block_size)
+        hidden = out["hidden"]
+        tokens = ops.argmax(out["logits"][:, :, :allowed_vocab], -1).astype(ms.int32)  # [S, 1], the first of equals
+        drafts = (*drafts, tokens)
+    return {"drafts": ops.concat(drafts, 1)}, cache
+
+
+def _write_mtp_entries(
+    params: Params,
+    pages: tuple[Params, ...],
+    batch: Batch,
+    hidden: Tensor,
+    rope: tuple[Tensor, Tensor],
+    config: DeepseekConfig,
+    plan: Plan,
+) -> tuple[Params, ...]:
+    """The MTP pages with the first layer's entries of the batch's tokens; hidden [S, Q, D] are their own states."""
+    layer = params["mtp"][0]
+    before = batch["prev_hidden"].expand_dims(1).astype(hidden.dtype)
+    if hidden.shape[1] > 1:
+        before = ops.concat((before, hidden[:, :-1]), 1)
+    x = _mtp_input(layer, embed(params, batch["tokens"]), before, config)
+    normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
+    new = _latent(layer["self_attn"], normed, rope, config)
+    latent = cache_write(pages[0]["latent"], new, batch["slot_mapping"], plan.implementation("cache_write"))
+    return ({"latent": latent}, *pages[1:])
 
 
 def _mtp_input(layer: Params, embedded: Tensor, hidden: Tensor, config: DeepseekConfig) -> Tensor:
@@ -190,24 +252,29 @@ def _cached_step(
     trace: bool,
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"])
-    shared = _shared_by_layers(batch, config, block_size)
+    shared = _shared_by_layers(batch, config, block_size, 0)
     pages: tuple[Params, ...] = ()
     states: tuple[Tensor, ...] = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages, states = (*pages, page), (*states, x)
     out = traced(outputs(params, params["norm"], x, batch, num_logits, config), states, batch, trace)
-    return out, {"layers": pages, "mtp": cache["mtp"]}
+    ahead = cache["mtp"]
+    if "prev_hidden" in batch:
+        hidden = final_hidden(params["norm"], x, batch, config)
+        ahead = _write_mtp_entries(params, ahead, batch, hidden, shared["rope"], config, plan)
+    return out, {"layers": pages, "mtp": ahead}
 
 
-def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int) -> dict[str, Any]:
-    """What every layer of a step needs of the batch, computed once."""
+def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int, first: int) -> dict[str, Any]:
+    """What every layer of a step needs of the batch, computed once. first: the first position that has an entry."""
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
+    mask = context_mask(batch["positions"], slots.shape[1], first)
     return {
         "rope": _rope(config, batch["positions"]),
         "new_slots": batch["slot_mapping"],
         "context_slots": slots,
-        "bias": attention_bias(context_mask(batch["positions"], slots.shape[1]), config.num_attention_heads),
+        "bias": attention_bias(mask, config.num_attention_heads),
     }
 
 

@@ -28,13 +28,13 @@ def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: i
     """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0).
 
     norm: the model's own or that of an MTP layer. x [S * Q, D] -> logits [S, num_logits, vocab] float32,
-    hidden [S, num_logits, D], is_finite [S] bool (over all real tokens).
+    hidden [S, num_logits, D], is_finite [S, Q] bool: of every token, and True for padding.
     """
     sequences, queries = batch["tokens"].shape
-    hidden = rms_norm(x, norm["weight"], config.rms_norm_eps).reshape(sequences, queries, -1)
+    hidden = final_hidden(norm, x, batch, config)
     index = iota(queries).expand_dims(0)
     is_padding = index >= batch["query_lens"].expand_dims(1)
-    is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding).all(-1)
+    is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding)
     rows = queries
     if 0 < num_logits < queries:
         rows = num_logits
@@ -42,6 +42,11 @@ def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: i
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     logits = linear(head, hidden.reshape(sequences * rows, -1)).astype(ms.float32)
     return {"logits": logits.reshape(sequences, rows, -1), "hidden": hidden, "is_finite": is_finite}
+
+
+def final_hidden(norm: Params, x: Tensor, batch: Batch, config: ModelConfig) -> Tensor:
+    """The residual stream after the final norm: x [S * Q, D] -> [S, Q, D]."""
+    return rms_norm(x, norm["weight"], config.rms_norm_eps).reshape(*batch["tokens"].shape, x.shape[-1])
 
 
 def traced(out: Outputs, states: tuple[Tensor, ...], batch: Batch, trace: bool) -> dict[str, Any]:

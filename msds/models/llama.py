@@ -29,8 +29,8 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
     """The definition: teacher-forced, no cache.
 
     batch: tokens, positions [S, Q], query_lens [S], int32; tokens beyond query_lens are padding.
-    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S] bool, and with `trace`
-    layers: the residual stream [S, Q, D] after each layer.
+    Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S, Q] bool, and with
+    `trace` layers: the residual stream [S, Q, D] after each layer.
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
@@ -63,7 +63,7 @@ def prefill(
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
-    likewise, is_finite [S] over all its new tokens, layers with `trace` (see `forward`), and the written cache.
+    likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])

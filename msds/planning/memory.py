@@ -210,8 +210,10 @@ def runtime_bytes(demand: Demand, max_model_len: int) -> int:
         max_num_seqs=engine.max_num_seqs,
         prefill_chunk=engine.prefill_chunk,
         block_size=engine.block_size,
+        num_drafts=demand.mtp,
     )
-    graphs = (len(prefill) + len(decode)) * GRAPH_BYTES
+    drafting = [bucket for bucket in decode if demand.mtp and bucket["Q"] == 1]  # one graph more for each
+    graphs = (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES
     return graphs if demand.is_cpu else graphs + RUNTIME_BYTES
 
 

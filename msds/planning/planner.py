@@ -61,8 +61,6 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
         )
     if demand.quant != "none":
         yield f"quantised execution does not exist here yet: {demand.quant} is a plan for when it does"
-    if demand.mtp:
-        yield "msds serve does not speculate with MTP layers yet: --mtp is a plan for when it does"
     if not demand.is_cpu:
         yield (
             f"{demand.mesh.hardware.note}; the budget is {demand.memory_fraction:.0%} of the memory, the rest is left "

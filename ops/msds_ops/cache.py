@@ -58,14 +58,18 @@ def context_slots(block_tables: Tensor, block_size: int) -> Tensor:
     return (block_tables.expand_dims(-1) * block_size + offsets).reshape(block_tables.shape[0], -1)
 
 
-def context_mask(positions: Tensor, context: int) -> Tensor:
+def context_mask(positions: Tensor, context: int, first: int = 0) -> Tensor:
     """Which context slots each query may see: positions [S, Q] int32 -> [S, Q, context] bool.
 
-    Slot j holds the token at position j of its sequence, so causality and length are one comparison. A padding
-    query has position 0 and sees slot 0, which keeps its softmax finite.
+    Slot j holds the token at position j of its sequence, so causality and length are one comparison. Slots before
+    `first` hold nothing, but a query there (padding has position 0) sees itself, which keeps its softmax finite.
     """
     index = iota(context).reshape(1, 1, -1)
-    return index <= positions.expand_dims(-1)
+    positions = positions.expand_dims(-1)
+    seen = index <= positions
+    if first == 0:
+        return seen
+    return ops.logical_and(seen, index >= ops.clamp(positions, max=first))
 
 
 def cache_write_numpy(cache: Array, values: Array, rows: Array) -> Array:

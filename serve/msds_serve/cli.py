@@ -19,7 +19,15 @@ from msds_serve.commands import doctor, evaluate, plan, problems, reinforce, tra
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
 
-ENGINE_OPTIONS = ("max_model_len", "memory_fraction", "block_size", "threads", "dtype", "check_sha256")
+ENGINE_OPTIONS = (
+    "max_model_len",
+    "memory_fraction",
+    "block_size",
+    "threads",
+    "dtype",
+    "check_sha256",
+    "num_speculative_tokens",
+)
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -98,6 +106,9 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--block-size", metavar="N", type=int, help="tokens per cache block; default 16")
     engine.add_argument("--threads", metavar="N", type=int, help="cores to use; default all")
     engine.add_argument("--dtype", help="auto (default) or float32")
+    engine.add_argument(
+        "--num-speculative-tokens", metavar="N", type=int, help="drafts of the MTP layer per round; default 0, none"
+    )
     _add_sha256(engine)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -86,5 +86,18 @@ class _EngineCollector(Collector):
         queried, hit = stats.prefix_tokens_queried, stats.prefix_tokens_hit
         yield CounterMetricFamily("msds_prefix_cache_queried_tokens_total", "Prompt tokens looked up.", queried)
         yield CounterMetricFamily("msds_prefix_cache_hit_tokens_total", "Prompt tokens found.", hit)
+        if engine.speculation is not None:
+            drafts = engine.speculation
+            yield _by_position("msds_draft_tokens_total", "Draft tokens verified.", drafts.drafted)
+            yield _by_position("msds_draft_tokens_accepted_total", "Draft tokens kept.", drafts.accepted)
+            yield GaugeMetricFamily("msds_speculation_on", "Whether drafting pays and is on.", int(drafts.is_on))
         yield CounterMetricFamily("msds_failed_steps_total", "Steps that raised.", engine.num_failed_steps)
         yield CounterMetricFamily("msds_graph_compilations_total", "Graphs compiled.", engine.runner.num_compiled)
+
+
+def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:
+    """A counter for each place after the last token, from 1."""
+    family = CounterMetricFamily(name, text, labels=("position",))
+    for position, count in enumerate(counts, start=1):
+        family.add_metric((str(position),), count)
+    return family

@@ -52,11 +52,7 @@ class FakeRunner:
 
     def _step(self, rows: Any, all_logits: bool) -> StepResult:
         batch = build_batch(rows, block_size=BLOCK_SIZE, num_cache_blocks=self.num_blocks, vocab_size=VOCAB)
-        written = [int(block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))]
-        assert len(set(written)) == len(written), "two sequences write one block"
-        for index, row in enumerate(rows):
-            for other in rows[:index] + rows[index + 1 :]:
-                assert not set(self._blocks(batch, index, row)) & set(other.block_table), "a shared block is written"
+        self._check_writes(rows, batch)
         out = []
         for index, row in enumerate(rows):
             self.slots[batch["slot_mapping"][index, : len(row.tokens)]] = row.tokens
@@ -66,7 +62,18 @@ class FakeRunner:
             ]
             first = row.start + 1 if all_logits else row.context_len
             out.append(np.stack([logits_after(context[:end]) for end in range(first, row.context_len + 1)]))
-        return StepResult(np.stack(out), np.array([row.tokens[-1] != VOCAB - 1 for row in rows]))
+        hidden = np.zeros((len(rows), len(out[0]), 1), np.float32)
+        is_finite = batch["tokens"] != VOCAB - 1
+        if self.kinds[-1] == "prefill":
+            is_finite[:, :-1] = True  # only as the last token does it break anything here
+        return StepResult(np.stack(out), hidden, is_finite)
+
+    def _check_writes(self, rows: Any, batch: Any) -> None:
+        written = [int(block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))]
+        assert len(set(written)) == len(written), "two sequences write one block"
+        for index, row in enumerate(rows):
+            for other in rows[:index] + rows[index + 1 :]:
+                assert not set(self._blocks(batch, index, row)) & set(other.block_table), "a shared block is written"
 
     def _blocks(self, batch: Any, index: int, row: Any) -> list[int]:
         """The blocks that a row writes."""

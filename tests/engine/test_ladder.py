@@ -37,18 +37,30 @@ def test_rungs(largest: int, smallest: int) -> None:
     block_size=st.sampled_from([1, 8, 16, 128]),
     length=st.integers(1, 20000),
     seqs=st.integers(1, 64),
+    num_drafts=st.integers(0, 8),
 )
 def test_every_reachable_shape_is_planned(
-    max_model_len: int, max_num_seqs: int, prefill_chunk: int, block_size: int, length: int, seqs: int
+    max_model_len: int,
+    max_num_seqs: int,
+    prefill_chunk: int,
+    block_size: int,
+    length: int,
+    seqs: int,
+    num_drafts: int,
 ) -> None:
     prefill, decode = step_ladders(
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, prefill_chunk=prefill_chunk, block_size=block_size
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk=prefill_chunk,
+        block_size=block_size,
+        num_drafts=num_drafts,
     )
     chunks = sorted({bucket["Q"] for bucket in prefill})
     assert max(chunks) <= prefill_chunk
     context, seqs = min(length, max_model_len), min(seqs, max_num_seqs)
     blocks = -(-context // block_size)
-    assert any(bucket["S"] >= seqs and bucket["B"] >= blocks for bucket in decode)
+    for queries in (1, 1 + num_drafts):
+        assert any(bucket["S"] >= seqs and bucket["B"] >= blocks and bucket["Q"] == queries for bucket in decode)
     start, remaining = 0, context
     for _ in range(3):  # the first chunks of this text, and its whole context at the end
         count = next_chunk(remaining, chunks)

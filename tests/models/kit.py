@@ -67,7 +67,7 @@ class Kit:
         return self.runner.prefill([part.row for part in parts], all_logits=True)
 
     def decode(self, parts: Sequence[Part]) -> StepResult:
-        """Logits [S, 1, V]."""
+        """Logits [S, Q, V]."""
         return self.runner.decode([part.row for part in parts])
 
     def deviation(self, parts: Sequence[Part], result: StepResult) -> float:

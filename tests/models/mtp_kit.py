@@ -18,7 +18,7 @@ from tests.reference import numpy_deepseek
 from tests.reference.checkpoints import read_config, to_numpy_tensors
 
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 9, 12
-TABLE = [3, 8, 1]
+TABLE = [3, 8, 1, 5]
 
 
 class Mtp:
@@ -50,15 +50,15 @@ class Mtp:
                 donated=self.cache,
                 batch=BATCH_SPEC | {"hidden": ArraySpec(("S", "Q", self.config["hidden_size"]), "float32")},
                 buckets=[{"S": 1, "Q": LENGTH, "B": len(TABLE)}],
-                outputs={"logits": ("S", "Q", None), "hidden": ("S", "Q", None), "is_finite": ("S",)},
+                outputs={"logits": ("S", "Q", None), "hidden": ("S", "Q", None), "is_finite": ("S", "Q")},
                 in_place=True,
             )
         return self._steps[depth]
 
     def run(self, depth: int, hidden: Array, start: int = 0, count: int = LENGTH) -> dict[str, Array]:
-        """Positions start.. of the text: the state of each position with the token depth + 1 after it."""
-        tokens = IDS[start + depth + 1 : start + depth + 1 + count].tolist()
-        rows = [Row(tokens, start, TABLE)]
+        """States of positions start.. of the text, each with the token depth + 1 after it, at that token's position."""
+        first = start + depth + 1
+        rows = [Row(IDS[first : first + count].tolist(), first, TABLE)]
         batch = build_batch(rows, block_size=BLOCK_SIZE, num_cache_blocks=NUM_BLOCKS, vocab_size=512)
         outputs: dict[str, Array] = self._step(depth)({**batch, "hidden": hidden[None, start : start + count]})
         return outputs

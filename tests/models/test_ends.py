@@ -25,7 +25,7 @@ def test_last_rows(count):
 
 
 def test_padding_never_counts_as_broken():
-    """A sequence is broken by any of its own tokens, whichever rows become logits; by padding never."""
+    """Every token is judged, whichever rows become logits; padding never."""
     config = r1_distill_llama_8b()
 
     def step(params, donated, batch):
@@ -41,7 +41,7 @@ def test_padding_never_counts_as_broken():
         "query_lens": np.array([3, 3, 4], np.int32),
     }
     got = compile(step, bound=params, batch=batch)(batch)
-    assert got["is_finite"].tolist() == [True, False, True]
+    assert got["is_finite"].tolist() == [[True] * 4, [False, True, True, True], [True] * 4]
     assert got["logits"].shape == (3, 1, 3)
     assert got["hidden"].shape == (3, 1, 2)
     np.testing.assert_allclose(got["logits"][0, 0], [1, 1, 0], atol=1e-4)

@@ -221,9 +221,16 @@ MUTATIONS = [
         "MTP sees the token of its own position",
         "deepseek",
         {
-            'rms_norm(embed(params, batch["tokens"])': 'rms_norm(embed(params, ops.concat((batch["tokens"][:, :1], '
-            'batch["tokens"][:, :-1]), 1))'
+            'embed(params, batch["tokens"]), batch["hidden"]': 'embed(params, ops.concat((batch["tokens"][:, :1], '
+            'batch["tokens"][:, :-1]), 1)), batch["hidden"]'
         },
+        MTP,
+        way="mtp",
+    ),
+    Mutation(
+        "MTP reads the slot of position 0, which has no entry",
+        "deepseek",
+        {"config, block_size, depth + 1)": "config, block_size, 0)"},
         MTP,
         way="mtp",
     ),

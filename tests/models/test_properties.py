@@ -181,8 +181,8 @@ class TestBrokenSequence:
         kit.fill_cache(0.0)
         bad, good = Part(3, start, CHUNK, STRAIGHT[0]), Part(0, 0, CHUNK, STRAIGHT[1])
         result = kit.prefill([bad, good])
-        assert result.is_finite.tolist() == [False, True]
-        assert kit.deviation([good], StepResult(result.logits[1:], result.is_finite[1:])) < TOLERANCE
+        assert result.is_finite.all(1).tolist() == [False, True]
+        assert kit.deviation([good], StepResult(result.logits[1:], result.hidden[1:], result.is_finite[1:])) < TOLERANCE
         assert all(np.isfinite(page).all() for page in kit.cache_pages())
         next_owner = [Part(1, 0, 5, STRAIGHT[0])]  # of the same blocks, leaving their last slots as they are
         assert kit.deviation(next_owner, kit.prefill(next_owner)) < TOLERANCE

@@ -103,6 +103,17 @@ def test_context_mask(run):
     np.testing.assert_array_equal(got, np.array(want, bool))
 
 
+def test_context_mask_of_a_cache_without_its_first_entries(run):
+    """Positions 2 and 4 see from position 1 on; one that lies before sees itself alone."""
+
+    def mask(batch):
+        return context_mask(batch["positions"], 5, 1)
+
+    got = run(mask, {"positions": np.array([[2, 4, 1, 0]], np.int32)})
+    want = [[[0, 1, 1, 0, 0], [0, 1, 1, 1, 1], [0, 1, 0, 0, 0], [1, 0, 0, 0, 0]]]
+    np.testing.assert_array_equal(got, np.array(want, bool))
+
+
 def test_an_overflow_of_one_sequence_never_reaches_another(run, rng):
     """A block that held NaN is freed and reused: its unused slots are masked, but 0 x NaN is NaN under any mask."""
 

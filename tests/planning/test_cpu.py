@@ -29,6 +29,16 @@ def test_planned_bytes_are_allocated_bytes(tiny: Tiny, name: str) -> None:
     assert memory.num_blocks == llm.engine.runner.num_blocks == 1 + 8 * 7
 
 
+def test_drafts_are_planned_as_they_are_allocated(tiny: Tiny) -> None:
+    """The MTP layer's weights and its page of the cache."""
+    folder = tiny("v3_base")
+    memory = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100, mtp=2)).memory
+    llm = LLM(folder, max_model_len=100, num_speculative_tokens=2)
+    assert memory.weight_bytes == allocated(llm.model.params)
+    assert memory.cache_bytes == allocated(llm.engine.runner.cache)
+    assert memory.num_blocks == llm.engine.runner.num_blocks == 1 + 8 * 7
+
+
 def test_scarce_memory_gives_the_same_number_of_blocks(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("llama_base")
     plenty = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100)).memory

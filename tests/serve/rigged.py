@@ -112,7 +112,9 @@ class RiggedRunner:
             logits = [[self._logits(text[: row.start + count + 1]) for count in range(len(row.tokens))]]
         else:
             logits = [[self._logits(text)] for text in texts]
-        return StepResult(np.asarray(logits, np.float32), np.ones(len(rows), np.bool_))
+        values = np.asarray(logits, np.float32)
+        most = max(len(row.tokens) for row in rows)
+        return StepResult(values, np.zeros((*values.shape[:2], 1), np.float32), np.ones((len(rows), most), np.bool_))
 
     def _logits(self, text: list[int]) -> np.ndarray[Any, Any]:
         rng = np.random.default_rng(zlib.crc32(str(text).encode()))

@@ -58,6 +58,8 @@ def test_seeds_decide_sampled_tokens(tiny: Tiny, capsys: pytest.CaptureFixture[s
         (["--token-ids", "1", "--max-tokens", "0"], ["max_tokens", "0"]),
         (["--token-ids", "1", "--max-tokens", "100000"], ["100000", "max_model_len"]),
         (["--token-ids", "1", "--dtype", "bfloat16"], ["bfloat16", "float32"]),
+        (["--token-ids", "1", "--num-speculative-tokens", "1"], ["num_speculative_tokens is 1", "no MTP layer"]),
+        (["--token-ids", "1", "--num-speculative-tokens", "99"], ["num_speculative_tokens is 99", "from 0"]),
         (["--token-ids", "1", "--memory-fraction", "2"], ["memory_fraction", "2"]),
         (["--prompt", "text"], ["tokenizer"]),
         (["--chat", "text"], ["tokenizer"]),

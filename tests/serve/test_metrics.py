@@ -1,0 +1,33 @@
+"""What the metrics say of speculation; the rest is asked of a running service, in test_service.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from msds.engine.schedule_types import SchedulerStats
+from msds.engine.speculation import SpeculationStats
+from msds_serve.metrics import Metrics
+
+
+def lines(speculation: SpeculationStats | None) -> list[str]:
+    stats = SchedulerStats(0, 0, 0, 1, 0, 0, 0, 0)
+    runner = SimpleNamespace(num_compiled=0)
+    engine = SimpleNamespace(stats=stats, num_failed_steps=0, runner=runner, speculation=speculation)
+    service: Any = SimpleNamespace(engine=engine, llm=SimpleNamespace(engine=engine))
+    return Metrics(service).text().decode().splitlines()
+
+
+def test_drafts_by_position() -> None:
+    text = lines(SpeculationStats(drafted=(10, 7), accepted=(6, 2), is_on=True))
+    assert {
+        'msds_draft_tokens_total{position="1"} 10.0',
+        'msds_draft_tokens_total{position="2"} 7.0',
+        'msds_draft_tokens_accepted_total{position="1"} 6.0',
+        'msds_draft_tokens_accepted_total{position="2"} 2.0',
+        "msds_speculation_on 1.0",
+    } <= set(text)
+
+
+def test_without_speculation_there_is_nothing_of_it() -> None:
+    assert not [line for line in lines(None) if "draft" in line or "speculation" in line]
