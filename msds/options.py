@@ -26,9 +26,8 @@ class EngineOptions:
     max_waiting: answers that may wait for a place; more are refused. Default no bound.
     dtype: what weights and cache are kept in; "auto" is float32 on a CPU, where MindSpore has no bfloat16 products.
     threads: cores that this process is restricted to, for good; default no restriction.
-    num_speculative_tokens: tokens that the checkpoint's MTP layer drafts per round; answers are those without (see
-    `engine.speculation`).
-    Default 0, no speculation.
+    num_speculative_tokens: tokens that the checkpoint's first MTP layer drafts per round; answers are those without,
+    as `engine.speculation` says. Default 0, no speculation.
     """
 
     max_model_len: int | None = None

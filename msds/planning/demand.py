@@ -10,7 +10,7 @@ from msds.config import DeepseekConfig, ModelConfig, read_config
 from msds.errors import ConfigError, OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.rules import sharding_rules
-from msds.options import EngineOptions, free_memory_bytes
+from msds.options import MAX_SPECULATIVE_TOKENS, EngineOptions, free_memory_bytes
 from msds.planning.quantised import SCHEMES, quantised_spec
 from msds.presets import PRESETS
 from msds.weights import without_mtp
@@ -102,8 +102,11 @@ def make_demand(
     number_type = DTYPES[dtype] if dtype is not None else "float32" if is_cpu else "bfloat16"
     # the engine's own checks and defaults; on a CPU they also say which number types it has
     engine = EngineOptions(max_model_len=max_model_len, dtype=number_type if is_cpu else "auto")
-    if mtp < 0:
-        raise OptionError(f"mtp is {mtp}: it must be 0 (no speculation) or the number of draft tokens")
+    if not 0 <= mtp <= MAX_SPECULATIVE_TOKENS:
+        raise OptionError(
+            f"mtp is {mtp}: it must be 0 (no speculation) or the number of draft tokens, at most "
+            f"{MAX_SPECULATIVE_TOKENS}"
+        )
     if mtp and not getattr(config, "num_nextn_predict_layers", 0):
         raise OptionError(f"mtp is {mtp}, but {model} has no MTP layer: use 0")
     memory = free_memory_bytes() // parsed.ranks if is_cpu else parsed.hardware.memory_bytes

@@ -14,6 +14,7 @@ import pytest
 
 import msds
 from msds import SamplingParams
+from msds.engine.ladder import step_ladders
 from msds.engine.sequence import RequestInfo
 from msds.errors import OptionError
 from msds_graphs.binding import assign, to_numpy
@@ -45,7 +46,13 @@ def rig(llm: msds.LLM) -> None:
 
 
 def make(folder: Any, k: int, **options: Any) -> msds.LLM:
-    llm = msds.LLM(folder, progress=False, num_speculative_tokens=k, **{**OPTIONS, **options})
+    def widest(**sizes: Any) -> Any:  # one number of sequences in place of two: half as many graphs
+        prefill, decode = step_ladders(**sizes)
+        return prefill, tuple(bucket for bucket in decode if bucket["S"] == sizes["max_num_seqs"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("msds.llm.step_ladders", widest)
+        llm = msds.LLM(folder, progress=False, num_speculative_tokens=k, **{**OPTIONS, **options})
     rig(llm)
     if k:
         llm.engine._speculation = Always(k)

@@ -13,6 +13,7 @@ from msds.engine.runner import Runner
 from msds_graphs.binding import assign, to_numpy
 from msds_graphs.trees import tree_map
 from tests.models.compare import IDS, TOLERANCE, difference
+from tests.models.mutants import shortened
 from tests.reference import numpy_deepseek
 from tests.reference.checkpoints import read_config, to_numpy_tensors
 
@@ -53,8 +54,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tiny):
-    return World(tiny("v3_base"))
+def world(tiny, tmp_path_factory):
+    """One layer beside the MTP layer."""
+    return World(shortened(tiny("v3_base"), tmp_path_factory.mktemp("short") / "v3", 1))
 
 
 def expected_drafts(world, last, allowed):

@@ -175,6 +175,7 @@ def test_illegal_plans_are_refused_with_the_reason() -> None:
         ({"dtype": "int4"}, "dtype is 'int4': use one of bf16, fp16, fp32"),
         ({"quant": "w4a8"}, "quant is 'w4a8': use one of none, w8a8, w8a16"),
         ({"mtp": -1}, "mtp is -1"),
+        ({"mtp": 9}, "mtp is 9: it must be 0 .* at most 8"),
         ({"mtp": 1}, "mtp is 1, but r1-distill-qwen-7b has no MTP layer"),
         ({"concurrency": 0}, "concurrency is 0"),
         ({"max_model_len": 131073}, "max_model_len is 131073: the model's context is 131072"),
