@@ -184,7 +184,7 @@ MUTATIONS = [
     Mutation(
         "context mask off by one",
         "cache",
-        {"index <= positions.expand_dims(-1)": "index <= positions.expand_dims(-1) + 1"},
+        {"seen = index <= positions": "seen = index <= positions + 1"},
         SCHEDULE,
         way="decode",
     ),
