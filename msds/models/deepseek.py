@@ -236,7 +236,7 @@ def _expanded_layer(
     sequences, _, queries, _ = shared["bias"].shape
     latent = _latent(attention, normed, rope, config).reshape(sequences, queries, -1)
     x = x + _attend_expanded(attention, q_nope, q_pe, latent, shared["bias"], config)
-    y, routing = _mlp(layer, x, config, plan)
+    y, routing = _mlp_with_routing(layer, x, config, plan)
     return x + y, routing
 
 
@@ -295,8 +295,7 @@ def _cached_layer(
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
     x = x + attention(params, q_nope, q_pe, context, shared["bias"], config)
-    y, _ = _mlp(layer, x, config, plan)
-    return x + y, {"latent": latent}
+    return x + _mlp(layer, x, config, plan), {"latent": latent}
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -365,18 +364,40 @@ def _attend_absorbed(
 # --- feed-forward --------------------------------------------------------------------------------------------
 
 
-def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> tuple[Tensor, tuple[Params, ...]]:
-    """The feed-forward half of a layer, norm included: [T, D] -> [T, D], and the routing of a MoE layer."""
+def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor:
+    """The feed-forward half of a layer, norm included: [T, D] -> [T, D]."""
+    params = layer["mlp"]
+    x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+    if "gate" not in params:
+        return swiglu_mlp(params, x)
+    return _moe(params, x, _scores(params, x, config), config, plan)[0]
+
+
+def _mlp_with_routing(
+    layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan
+) -> tuple[Tensor, tuple[Params, ...]]:
+    """`_mlp`, and the routing of a MoE layer. A function of its own: MindSpore warns of side effects in steps that
+    write a cache beside a routing that nobody reads."""
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
         return swiglu_mlp(params, x), ()
-    scores = scores_from_logits(linear_float32(params["gate"]["weight"], x), config.scoring_func)
+    scores = _scores(params, x, config)
+    y, topk_idx = _moe(params, x, scores, config, plan)
+    return y, ({"scores": scores, "topk_idx": topk_idx},)
+
+
+def _scores(params: Params, x: Tensor, config: DeepseekConfig) -> Tensor:
+    return scores_from_logits(linear_float32(params["gate"]["weight"], x), config.scoring_func)
+
+
+def _moe(params: Params, x: Tensor, scores: Tensor, config: DeepseekConfig, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Routed and shared experts: [T, D], [T, E] -> [T, D], and the experts that were chosen [T, K]."""
     topk_idx, weights = route(params["gate"], scores, config)
     y = moe_experts(x, topk_idx, weights, params["experts"], plan.implementation("moe_experts"))
     if config.n_shared_experts:
         y = y + swiglu_mlp(params["shared_experts"], x)
-    return y, ({"scores": scores, "topk_idx": topk_idx},)
+    return y, topk_idx
 
 
 def route(gate: Params, scores: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:
