@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,19 @@ class Example:
     num_prompt: int
 
 
-def read_conversations(path: Path) -> list[Messages]:
-    """JSON lines of {"messages": [..., {"role": "assistant", "content": "..."}]}; TrainingError names the line."""
-    conversations: list[Messages] = []
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that hold something, numbered from 1; TrainingError when it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TrainingError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
+def read_conversations(path: Path) -> list[Messages]:
+    """JSON lines of {"messages": [..., {"role": "assistant", "content": "..."}]}; TrainingError names the line."""
+    conversations: list[Messages] = []
+    for number, line in numbered_lines(path):
         try:
             messages = json.loads(line)["messages"]
             is_good = messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str)
@@ -106,7 +109,7 @@ class Batches:
         number, place = divmod(index, self.batches_per_pass)
         if number != self._pass:
             self._pass, self._order = number, self._arrange(number)
-        return self.build([self.examples[one] for one in self._order[place]])
+        return build_batch([self.examples[one] for one in self._order[place]], self.lengths)
 
     def _arrange(self, number: int) -> list[list[int]]:
         chance = random.Random(f"{self.seed}:{number}")
@@ -122,13 +125,12 @@ class Batches:
             batches += cut
         return batches
 
-    def build(self, examples: Sequence[Example]) -> dict[str, Array]:
-        """The arrays of a step (see `msds.train.losses`): weights are 1 / targets of the batch, so they sum to 1."""
-        return build_batch(examples, self.lengths)
-
 
 def build_batch(examples: Sequence[Example], lengths: Sequence[int]) -> dict[str, Array]:
-    """tokens, positions, weights [S, Q], query_lens, sequence_share [S]; Q is the smallest length that holds all."""
+    """tokens, positions, weights [S, Q], query_lens, sequence_share [S]; Q is the smallest length that holds all.
+
+    weights are 1 / targets of the batch, so they sum to 1 (see `msds.train.losses`).
+    """
     longest = max(len(example.token_ids) for example in examples)
     queries = next(length for length in sorted(lengths) if length >= longest)
     count = len(examples)

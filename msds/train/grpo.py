@@ -25,11 +25,12 @@ from msds.sampling import SamplingParams
 from msds.train.data import Example, build_batch, split_batch
 from msds.train.objectives import Grpo, plain_logprobs
 from msds.train.optimizer import AdamW
-from msds.train.save import named, read_state, write_folder, write_state
+from msds.train.save import write_folder
+from msds.train.state import LOG_NAME, resume_state, save_state
 from msds.train.step import COMMON_BATCH, TrainStep
-from msds.train.trainer import LOG_NAME, STATE_NAME, canonical
+from msds.train.trainer import canonical
 from msds.train.verifiable import Task, is_correct
-from msds_graphs.binding import assign, bind, fresh_prefix, to_numpy
+from msds_graphs.binding import bind, fresh_prefix
 from msds_graphs.compile import compile
 
 Array = npt.NDArray[Any]
@@ -102,7 +103,6 @@ class Reinforcer:
         self.folder = folder
         self.options = options
         self.reward = reward
-        self.done = 0
         start = canonical(policy)
         shapes = [{"S": options.micro_batch, "Q": length} for length in options.lengths]
         self.step = TrainStep(
@@ -122,8 +122,7 @@ class Reinforcer:
             name="reference",
         )
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / STATE_NAME).exists():
-            self._resume()
+        self.done = resume_state(folder, self.step, self._identity())
 
     def run(self, tasks: Sequence[Task], progress: Callable[[str], None] | None = print) -> None:
         """Rounds up to options.rounds; the state is saved every so many rounds, at the end, and on an interrupt."""
@@ -143,11 +142,8 @@ class Reinforcer:
                     self.save()
 
     def save(self) -> None:
-        """Write the state: parameters, moments, and how far the run is."""
-        arrays: dict[str, Any] = {}
-        for part in ("params", "first", "second"):
-            arrays |= dict(named(part, self.step.paths, [to_numpy(leaf) for leaf in self.step.state[part]]))
-        write_state(self.folder / STATE_NAME, arrays, {"done": self.done, "options": self._identity()})
+        """Write the state from which a later run goes on."""
+        save_state(self.folder, self.step, self.done, self._identity())
 
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The reinforced weights as a Hugging Face folder, tokenizer included."""
@@ -160,21 +156,13 @@ class Reinforcer:
     def _round(self, tasks: Sequence[Task]) -> dict[str, Any]:
         options, started = self.options, time.monotonic()
         self.llm.update_weights(canonical_of_main(self.llm, self.step.params()))
-        sampling = SamplingParams(
-            n=options.group_size,
-            temperature=options.temperature,
-            max_tokens=options.max_tokens,
-            seed=options.seed * 1_000_003 + self.done,
-            logprobs=0,
-        )
-        # one seed for all tasks would draw the same numbers in each
-        each = [_with_seed(sampling, index) for index in range(len(tasks))]
-        outputs = self.llm.chat([task.prompt for task in tasks], each)
+        prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
+        outputs = self.llm.generate(prompts, [self._sampling(index) for index in range(len(tasks))])
         sampled = time.monotonic()
         rewards = np.array(
             [self.reward(tasks[output.prompt_index], output.text) for output in outputs], np.float32
         ).reshape(len(tasks), options.group_size)
-        batch = self._batch(tasks, outputs, rewards)
+        batch = self._batch(prompts, outputs, rewards)
         parts = split_batch(batch, len(outputs) // options.micro_batch)
         for part in parts:
             part["ref_logprobs"] = self._reference({name: part[name] for name in COMMON_BATCH})["logprobs"]
@@ -191,9 +179,19 @@ class Reinforcer:
             "training_seconds": round(time.monotonic() - sampled, 2),
         }
 
-    def _batch(self, tasks: Sequence[Task], outputs: Sequence[Output], rewards: Array) -> dict[str, Array]:
+    def _sampling(self, index: int) -> SamplingParams:
+        """Of task `index` in this round: one seed for all tasks would draw the same numbers in each."""
+        options = self.options
+        return SamplingParams(
+            n=options.group_size,
+            temperature=options.temperature,
+            max_tokens=options.max_tokens,
+            seed=(options.seed * 1_000_003 + self.done) * 10_007 + index,
+            logprobs=0,
+        )
+
+    def _batch(self, prompts: Sequence[list[int]], outputs: Sequence[Output], rewards: Array) -> dict[str, Array]:
         """Weights 1 / (P G |o|) on the answers' tokens, and what the policy said of them when it wrote them."""
-        prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
         examples = [
             Example((*prompts[output.prompt_index], *output.token_ids), len(prompts[output.prompt_index]))
             for output in outputs
@@ -215,24 +213,6 @@ class Reinforcer:
             del options[name]
         options["lengths"] = list(options["lengths"])
         return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
-
-    def _resume(self) -> None:
-        arrays, record = read_state(self.folder / STATE_NAME)
-        if record["options"] != self._identity():
-            raise TrainingError(
-                f"{self.folder / STATE_NAME} is of a run with {record['options']}, this one has {self._identity()}: "
-                "use the same options, or another folder"
-            )
-        for part in ("params", "first", "second"):
-            assign(self.step.state[part], tuple(arrays[f"{part}.{path}"] for path in self.step.paths))
-        self.done = int(record["done"])
-
-
-def _with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
-    from dataclasses import replace
-
-    assert sampling.seed is not None
-    return replace(sampling, seed=sampling.seed * 10_007 + index)
 
 
 def canonical_of_main(llm: LLM, tree: Any) -> Any:

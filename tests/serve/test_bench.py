@@ -159,7 +159,7 @@ def test_an_interrupt_prints_what_was_measured(rig: Rig, capsys: Capture, monkey
         if text.startswith("2 streams: 3 "):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("msds_serve.client_commands._progress", lambda: interrupt)
+    monkeypatch.setattr("msds_serve.commands.clients._progress", lambda: interrupt)
     arguments = ["--concurrency", "1,2,3", "--requests", "5", "--max-tokens", "2"]
     report = bench(capsys, rig().url, *arguments, code=130)
     assert report["interrupted"]

@@ -17,8 +17,8 @@ from msds.errors import CheckpointError, MsdsError, TrainingError
 from msds.train.grpo import GrpoOptions, Reinforcer
 from msds.train.objectives import Distillation, Grpo, NextToken
 from msds.train.optimizer import AdamW, Schedule
-from msds.train.save import read_state
-from msds.train.trainer import LOG_NAME, STATE_NAME, Trainer, TrainOptions
+from msds.train.state import LOG_NAME, STATE_NAME, read_state
+from msds.train.trainer import Trainer, TrainOptions
 from msds.train.verifiable import Task
 from msds_graphs.counter import compile_count
 from msds_graphs.trees import tree_flatten

@@ -1,7 +1,7 @@
 """Commands of `msds`, a module each: `add(commands)` defines its options, `run(options)` does the work."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -21,3 +21,8 @@ def int_list(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 64,128") from None
+
+
+def given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options that were given, so that defaults are stated in one place: where they are used."""
+    return {name: getattr(options, name) for name in names if getattr(options, name) is not None}

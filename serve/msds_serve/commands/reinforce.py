@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command, int_list
+from msds_serve.commands import add_command, given, int_list
 
 OPTIONS = (
     "rounds",
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from msds.train.trainer import check_target
     from msds.train.verifiable import read_tasks
 
-    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
-    settings = GrpoOptions(**given)
+    settings = GrpoOptions(**given(options, OPTIONS))
     if options.export is not None:
         check_target(Path(options.export))
     tasks = read_tasks(Path(options.tasks))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command, int_list
+from msds_serve.commands import add_command, given, int_list
 
 OPTIONS = (
     "steps",
@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     from msds.train.objectives import Distillation, NextToken
     from msds.train.trainer import Trainer, TrainOptions, check_target
 
-    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
-    settings = TrainOptions(**given)
+    settings = TrainOptions(**given(options, OPTIONS))
     if options.export is not None:
         check_target(Path(options.export))
     conversations = read_conversations(Path(options.data))

@@ -13,17 +13,16 @@ from msds.errors import OptionError
 from msds_serve import bench, replay
 from msds_serve.api_keys import API_KEY_VARIABLE
 from msds_serve.client import Server
-
-AddCommand = Callable[[Any, str, Any, str], argparse.ArgumentParser]
-
-
-def add_client_commands(commands: Any, add_command: AddCommand) -> None:
-    """Add `bench` and `replay` to the subparsers; `add_command(commands, name, run, summary)` makes a parser."""
-    _add_bench(commands, add_command)
-    _add_replay(commands, add_command)
+from msds_serve.commands import add_command
 
 
-def _add_bench(commands: Any, add_command: AddCommand) -> None:
+def add(commands: Any) -> None:
+    """Define `bench` and `replay`."""
+    _add_bench(commands)
+    _add_replay(commands)
+
+
+def _add_bench(commands: Any) -> None:
     command = add_command(commands, "bench", _bench, "Measure any OpenAI-compatible server under load.")
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = bench.JSON_KEYS
@@ -48,7 +47,7 @@ def _add_bench(commands: Any, add_command: AddCommand) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else; keys below")
 
 
-def _add_replay(commands: Any, add_command: AddCommand) -> None:
+def _add_replay(commands: Any) -> None:
     summary = "Run a request log again; exit code 1 when a deterministic answer differs, or one fails."
     command = add_command(commands, "replay", _replay, summary)
     command.formatter_class = argparse.RawDescriptionHelpFormatter
