@@ -13,14 +13,12 @@ from typing import Any
 import numpy as np
 
 from msds.checkpoint.dtypes import Array, encode
+from msds.checkpoint.folders import copy_companions
 from msds.checkpoint.save import TensorSource, tensor_source, write_checkpoint, write_file
 from msds.config import ModelConfig
 from msds.errors import CheckpointError
 from msds.models.names import hf_names, is_stacked
 from msds_graphs.trees import Tree, tree_flatten
-
-COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files of the starting folder that a trained one keeps."""
 
 
 def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSource]:
@@ -46,9 +44,7 @@ def write_folder(target: Path, source: Path, tree: Tree, config: ModelConfig, *,
     unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         unfinished.mkdir(parents=True)
-        for name in COPIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, unfinished / name)
+        copy_companions(source, unfinished)
         settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
         settings.pop("dtype", None)
         settings["torch_dtype"] = dtype
