@@ -27,7 +27,7 @@ from msds.config import ModelConfig, read_config
 from msds.errors import CheckpointError
 from msds.layouts.orders import LAYOUT_NAME, Orders
 from msds.layouts.rules import LAYOUTS, Rule, experts_of, fill, rule_for_hf
-from msds.layouts.view import TrainingCheckpoint, fill_stored, open_checkpoint, open_training
+from msds.layouts.view import TrainingCheckpoint, fill_stored, mtp_copies, open_checkpoint, open_training
 from msds.models.specs import model_specs
 from msds.weights import checkpoint_entries, settle_mtp, stored_skips
 
@@ -68,7 +68,7 @@ def convert_to_hf(
                 shutil.copyfile(home, folder / "config.json")
             copy_companions(home if home.is_dir() else home.parent, folder)
             copy_companions(source if source.is_dir() else source.parent, folder)
-            write_checkpoint(folder, _hf_sources(checkpoint, config), progress=progress)
+            write_checkpoint(folder, _hf_sources(checkpoint), progress=progress)
             if compare is not None:
                 compare_folders(folder, compare)
     finally:
@@ -131,8 +131,9 @@ def compare_folders(folder: Path, reference: Path) -> int:
         shown = [name for name in different if _layer(name)[0] == where]
         place = "the embedding" if where < 0 else "behind the layers" if where == _BEHIND else f"layer {where}"
         raise CheckpointError(
-            f"the weights differ from those of {reference} in {len(different)} of {len(names)} tensors, first in {place}: "
-            f"{name_some(shown)}. Gate and up exchanged, or another order of fused rows, look like this: see --order"
+            f"the weights differ from those of {reference} in {len(different)} of {len(names)} tensors, "
+            f"first in {place}: {name_some(shown)}. Exchanged gate and up, or another order of "
+            "fused rows, look like this: see --order"
         )
     return len(names)
 
@@ -151,25 +152,9 @@ def _check(checkpoint: Checkpoint, config: ModelConfig) -> None:
         )
 
 
-def _mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """Hugging Face's copies of embedding and head in MTP layers, and what they are copies of."""
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    copies = {}
-    for depth in range(getattr(config, "num_nextn_predict_layers", 0)):
-        prefix = f"model.layers.{config.num_hidden_layers + depth}."
-        copies[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
-        copies[f"{prefix}shared_head.head.weight"] = head
-    return copies
-
-
-def _hf_sources(checkpoint: TrainingCheckpoint, config: ModelConfig) -> Iterable[TensorSource]:
+def _hf_sources(checkpoint: TrainingCheckpoint) -> Iterable[TensorSource]:
     for name, info in checkpoint.tensors.items():
         yield TensorSource(name, info.dtype, info.shape, partial(checkpoint.read, name, raw=True))
-    for name, original in _mtp_copies(config).items():
-        prefix = name.removesuffix("embed_tokens.weight").removesuffix("shared_head.head.weight")
-        if f"{prefix}eh_proj.weight" in checkpoint and name not in checkpoint:
-            info = checkpoint.info(original)
-            yield TensorSource(name, info.dtype, info.shape, partial(checkpoint.read, original, raw=True))
 
 
 @dataclass(frozen=True)
@@ -212,13 +197,14 @@ def _stored_sources(checkpoint: Checkpoint, config: ModelConfig, layout: str, or
 def _groups(checkpoint: Checkpoint, config: ModelConfig, layout: str) -> Iterable[_Group]:
     """Every tensor in one group, those excepted that the layout does not store because they are copies."""
     groups: dict[tuple[Rule, tuple[tuple[str, int], ...]], _Group] = {}
-    copies = _mtp_copies(config)
+    copies = mtp_copies(config)
     for name, info in checkpoint.tensors.items():
         if info.dtype.startswith("float8"):
             raise CheckpointError(
                 f"tensor {name} is {info.dtype}: a training layout has no place for block scales; start from the "
                 "bfloat16 weights of this model"
             )
+    for name in checkpoint.tensors:
         if name.endswith("rotary_emb.inv_freq"):  # computed from the config
             continue
         found = rule_for_hf(name, layout, config)
@@ -242,14 +228,11 @@ def _refuse_unless_copy(
 ) -> None:
     """A tensor without a place in the layout may only be one that comes back as a copy of another."""
     original = copies.get(name)
-    if name.endswith("shared_head.norm.weight"):  # MindFormers 1.x shares the final norm with its MTP layers
-        original = "model.norm.weight"
+    homes = [other for other in LAYOUTS if rule_for_hf(name, other, config)]
     if original is None:
-        homes = [other for other in LAYOUTS if rule_for_hf(name, other, config)]
         where = f"; {' and '.join(homes)} has one" if homes else ""
         raise CheckpointError(f"layout {layout} has no place for tensor {name}{where}")
     if original not in checkpoint or not are_equal(checkpoint, name, original):
-        homes = [other for other in LAYOUTS if rule_for_hf(name, other, config)]
         where = f"use --layout {homes[0]}, or " if homes else ""
         raise CheckpointError(
             f"layout {layout} stores {original} in place of {name}, but the two differ: {where}"

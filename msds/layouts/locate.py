@@ -65,7 +65,7 @@ def read_contents(source: Path, *, strategy: Path | None = None, suffix: str | N
                     skipped[name] = reason
                 elif (known := by_name.setdefault(name, {}).setdefault(rank, tensor)) is not tensor:
                     raise CheckpointError(f"tensor {name} is in {known.file} and in {path}: name the files of one step")
-    if len(ranks) == 1 and strategy is None:
+    if len(ranks) == 1 and strategy is None and not _strategies(source):  # one device, or a merged checkpoint
         rank = next(iter(ranks))
         if rank > 0:
             raise CheckpointError(f"{source} has the files of rank {rank} alone: those of every rank are needed")
@@ -127,14 +127,21 @@ def _reason(name: str) -> str | None:
 def _strategy(source: Path, given: Path | None) -> Strategy:
     if given is not None:
         return read_strategy(given)
-    found = [path for path in sorted(source.iterdir()) if path.is_file() and _is_strategy(path)]
-    folders = [source / name for name in STRATEGY_FOLDERS if (source / name).is_dir()]
-    if len(found) + len(folders) != 1:
+    found = _strategies(source)
+    if len(found) != 1:
         raise CheckpointError(
-            f"{source} has the files of several ranks and {len(found) + len(folders)} strategies: name the one that "
-            "says how they are cut (msds convert --strategy FILE; or put it there as strategy.ckpt or strategy.json)"
+            f"{source} has the files of several ranks and {len(found)} strategies: name the one that says how they are "
+            "cut (msds convert --strategy PATH; or put it there as strategy.ckpt or strategy.json)"
         )
-    return read_strategy([*found, *folders][0])
+    return read_strategy(found[0])
+
+
+def _strategies(source: Path) -> list[Path]:
+    """Strategy files and folders in a folder."""
+    if not source.is_dir():
+        return []
+    files = [path for path in sorted(source.iterdir()) if path.is_file() and _is_strategy(path)]
+    return files + [source / name for name in STRATEGY_FOLDERS if (source / name).is_dir()]
 
 
 def _is_strategy(path: Path) -> bool:

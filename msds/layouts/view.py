@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class TrainingCheckpoint(Checkpoint):
 
     def read_raw(self, name: str) -> Array:
         """All of a tensor as raw numbers."""
-        origin, place = self.origins[self.info(name).name]
+        origin, place = self.origins[name]
         if id(origin) not in self._last:
             self._last.clear()  # parts of one fused tensor are asked for one after the other
             self._last[id(origin)] = origin.read(self)
@@ -135,7 +135,7 @@ def open_training(
             faults.append(str(error))
     if faults:
         raise CheckpointError("\n  ".join([f"{source} cannot be read ({len(faults)} faults):", *dict.fromkeys(faults)]))
-    _copy_norm(origins, tensors, config)
+    _add_copies(origins, tensors, config)
     return TrainingCheckpoint(
         source,
         tensors,
@@ -235,14 +235,28 @@ def _info(name: str, shape: Shape, origin: Origin) -> TensorInfo:
     return TensorInfo(name, piece.dtype, shape, piece.file, (start, start + size))
 
 
-def _copy_norm(origins: dict[str, tuple[Origin, int]], tensors: dict[str, TensorInfo], config: ModelConfig) -> None:
-    """MindFormers 1.x gives its MTP layers the main model's final norm, which Hugging Face stores once per layer."""
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
+    """What Hugging Face stores again in each MTP layer, and what it is a copy of.
+
+    The embedding and the head always are copies. The norm is one in MindFormers 1.x alone, whose MTP layers have none.
+    """
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    copies = {}
     for depth in range(getattr(config, "num_nextn_predict_layers", 0)):
         prefix = f"model.layers.{config.num_hidden_layers + depth}."
-        name = f"{prefix}shared_head.norm.weight"
-        if f"{prefix}eh_proj.weight" in origins and name not in origins and "model.norm.weight" in origins:
-            origins[name] = origins["model.norm.weight"]
-            tensors[name] = _info(name, tensors["model.norm.weight"].shape, origins[name][0])
+        copies[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"{prefix}shared_head.head.weight"] = head
+        copies[f"{prefix}shared_head.norm.weight"] = "model.norm.weight"
+    return copies
+
+
+def _add_copies(origins: dict[str, tuple[Origin, int]], tensors: dict[str, TensorInfo], config: ModelConfig) -> None:
+    """Gives stored MTP layers the tensors that they share with the main model."""
+    for name, original in mtp_copies(config).items():
+        layer = ".".join(name.split(".")[:3])
+        if name not in origins and f"{layer}.eh_proj.weight" in origins and original in origins:
+            origins[name] = origins[original]
+            tensors[name] = replace(tensors[original], name=name)
 
 
 def fill_stored(name: str, numbers: dict[str, int]) -> str:

@@ -72,10 +72,10 @@ def mindformers(folder: Path) -> Tensors:
         layer, rest = name.removeprefix("model.layers.").split(".", 1)
         prefix = f"model.layers.{layer}."
         base, _, kind = rest.rpartition(".")
-        if base in SIMPLE:
-            out[f"{prefix}{SIMPLE[base]}.{kind}"] = tensor
-        elif rest == "mlp.gate.e_score_correction_bias":
+        if rest == "mlp.gate.e_score_correction_bias":
             out[f"{prefix}feed_forward.routed_experts.router.router.topk_bias"] = tensor
+        elif base in SIMPLE:
+            out[f"{prefix}{SIMPLE[base]}.{kind}"] = tensor
         elif base.startswith("mlp.experts."):
             part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[base.rsplit(".", 1)[1]]
             key = f"{prefix}feed_forward.routed_experts.ffn.{part}.weight"
