@@ -12,7 +12,7 @@ from msds.errors import CheckpointError
 from msds.layouts import Orders, convert_to_hf, convert_to_mindspore
 from tests.layouts.training import assert_same, mindformers, read, without_mtp
 
-VARIANTS = ["v3_base", "v3_two_mtp", "v2_lite", "qwen2_base", "qwen2_tied", "qwen2_tied_stored_head", "llama_bias"]
+VARIANTS = ["v3_two_mtp", "v2_lite", "qwen2_tied", "qwen2_tied_stored_head", "llama_bias"]
 HALVES = {"qkv": "contiguous", "gate_up": "contiguous", "rope": "halves", "experts": "in_out"}
 
 
