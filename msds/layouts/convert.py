@@ -60,6 +60,8 @@ def convert_to_hf(
             "config.json and tokenizer there"
         )
     config = read_config(home)
+    if compare is not None:
+        read_config(compare)  # refuse a wrong folder now, not after the writing
     checkpoint = open_training(source, config, orders, strategy=strategy, suffix=suffix)
     try:
         _check(checkpoint, config)
@@ -95,6 +97,8 @@ def convert_to_mindspore(
         raise CheckpointError(f"layout {layout!r} is unknown: {'; '.join(LAYOUTS)}")
     orders = (orders or Orders()).with_defaults()
     config = read_config(source)
+    if compare is not None:
+        read_config(compare)
     checkpoint = Checkpoint.open(source, weight_block_size=config.weight_block_size)
     try:
         _check(checkpoint, config)

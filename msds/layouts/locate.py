@@ -40,7 +40,7 @@ def is_training_checkpoint(folder: Path) -> bool:
         return bool(_rank_folders(folder)) or any(_files(folder, ".ckpt"))
     for path in files:
         for name in read_header(path).tensors:
-            if is_hf_name(name):
+            if is_hf_name(name):  # one name decides, without the other shards
                 return False
             if match_stored(name) is not None and name != "lm_head.weight":
                 return True

@@ -101,7 +101,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(commands: Any) -> None:
     command = _add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    command.add_argument("model", metavar="MODEL", help="folder: config.json, tokenizer and weights, as for generate")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
     command.add_argument(

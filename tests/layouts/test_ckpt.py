@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mindspore.train.checkpoint_pb2 import Checkpoint
 
 from msds.checkpoint.reading import ShardFiles
 from msds.errors import CheckpointError
@@ -100,3 +101,27 @@ def test_any_bytes_are_read_or_refused(content, tmp_path_factory):
         read_ckpt(path)
     except CheckpointError as error:
         assert "x.ckpt" in str(error)  # noqa: PT017
+
+
+def test_a_scalar_whose_one_dimension_is_zero(tmp_path):
+    """How older versions write scalars; MindSpore's reader takes it for one, too."""
+    message = Checkpoint()
+    value = message.value.add(tag="step_num")
+    value.tensor.dims.append(0)
+    value.tensor.tensor_type = "Int32"
+    value.tensor.tensor_content = np.int32(7).tobytes()
+    path = tmp_path / "old.ckpt"
+    path.write_bytes(message.SerializeToString())
+    assert rows(path, "step_num").item() == ms.load_checkpoint(str(path))["step_num"].asnumpy().item() == 7
+    assert read_ckpt(path)[0]["step_num"].shape == ()
+
+
+def test_a_type_that_is_not_known(tmp_path):
+    message = Checkpoint()
+    value = message.value.add(tag="model.w")
+    value.tensor.dims.append(1)
+    value.tensor.tensor_type = "Int4"
+    value.tensor.tensor_content = b"\x00"
+    (tmp_path / "q.ckpt").write_bytes(message.SerializeToString())
+    with pytest.raises(CheckpointError, match=r"q\.ckpt: tensor model\.w \[1\] is stored as 'Int4'"):
+        read_ckpt(tmp_path / "q.ckpt")

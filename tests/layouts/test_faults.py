@@ -3,14 +3,23 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from msds import load
 from msds.checkpoint import CheckpointWarning
+from msds.config import read_config
 from msds.errors import CheckpointError, ConfigError
-from msds.layouts import Orders, convert_to_hf, convert_to_mindspore, is_training_checkpoint, parse_orders
+from msds.layouts import (
+    Orders,
+    convert_to_hf,
+    convert_to_mindspore,
+    is_training_checkpoint,
+    open_training,
+    parse_orders,
+)
 from tests.layouts.training import assert_same, mindformers, read, save_ckpt
 
 
@@ -171,3 +180,15 @@ def test_tied_or_missing_head(trained, variant, edit, outcome):
             load(folder)
     else:
         load(folder)
+
+
+def test_square_experts_need_their_order(tiny, tmp_path):
+    config = json.loads((tiny("v3_base") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 64}))
+    name = "model.layers.1.feed_forward.routed_experts.ffn.w1.weight"
+    stack = torch.arange(16 * 64 * 64, dtype=torch.float32).reshape(16, 64, 64)
+    save_file({name: stack}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"ffn\.w1\.weight can be read in two ways.*--order experts=out_in"):
+        open_training(tmp_path, read_config(tmp_path))
+    view = open_training(tmp_path, read_config(tmp_path), Orders(experts="in_out"))
+    assert np.array_equal(view.read("model.layers.1.mlp.experts.3.gate_proj.weight"), stack[3].T.numpy())

@@ -1,6 +1,7 @@
 """Slices of ranks joined by strategy files, against MindSpore's own joining of the same files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mindspore as ms
@@ -138,3 +139,13 @@ def test_bytes_that_are_no_strategy(rows):
     (rows / "strategy.ckpt").write_bytes(b"\x1a\xff\x01")
     with pytest.raises(CheckpointError, match=r"strategy\.ckpt"):
         read_contents(rows)
+
+
+def test_slices_that_leave_a_gap(tmp_path):
+    write_slices(tmp_path, "repeated_inner", np.zeros(SHAPE, np.float32))
+    write_strategy({"w": CUTS["repeated_inner"]}, tmp_path / "strategy.ckpt")
+    shutil.rmtree(tmp_path / "rank_0")
+    read_contents(tmp_path)  # rank 1 repeats its slice
+    shutil.rmtree(tmp_path / "rank_1")
+    with pytest.raises(CheckpointError, match=r"tensor w \[8, 12\]: .* hold 48 of 96 numbers"):
+        read_contents(tmp_path)
