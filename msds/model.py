@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.checkpoint import MANIFEST_NAME, Checkpoint, verify_manifest
+from msds.checkpoint import MANIFEST_NAME, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
 from msds.constraints.grammars import GrammarCompiler
 from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
+from msds.layouts import open_checkpoint
 from msds.models import model_functions
 from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
@@ -163,7 +164,7 @@ def load(
     check_sha256: bool | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """Load a Hugging Face folder (config.json, safetensors, optionally a tokenizer).
+    """Load a folder: config.json, optionally a tokenizer, and safetensors of Hugging Face or a MindSpore training run.
 
     dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
     False never. plan: implementation per op, default the portable ones. check_sha256: read every file once more and
@@ -175,7 +176,7 @@ def load(
     stored = read_config(path)
     plan = checked_plan(plan or Plan())
     resolved = EngineOptions(dtype=dtype).resolved_dtype
-    checkpoint = Checkpoint.open(folder, weight_block_size=stored.weight_block_size)
+    checkpoint = open_checkpoint(folder, stored)
     try:
         config = settle_mtp(checkpoint, stored, mtp)
         functions = model_functions(config)

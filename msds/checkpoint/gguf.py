@@ -6,7 +6,6 @@ One tensor is in memory at a time, and the folder appears under its name only wh
 import json
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msds.checkpoint.dtypes import CHUNK_BYTES, Array, encode
+from msds.checkpoint.folders import new_folder
 from msds.checkpoint.gguf_metadata import (
     Metadata,
     check_header,
@@ -72,15 +72,10 @@ def convert_gguf(
     if not str(target) or not all(map(str, [source] if isinstance(source, (str, Path)) else source)):
         raise CheckpointError("an empty path is given: name the GGUF file and the folder to create")
     target = Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is not an empty folder; name a new one")
-    gguf = _import_gguf()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
-        folder = Path(scratch) / "folder"
-        folder.mkdir()
-        _write_folder(gguf, _locate(source, Path(scratch)), folder, dtype, progress)
-        folder.rename(target)
+    with new_folder(target) as folder:
+        gguf = _import_gguf()
+        # beside the folder, so that an unpacked file is on the same disk and does not become part of it
+        _write_folder(gguf, _locate(source, folder.parent), folder, dtype, progress)
     return target
 
 

@@ -31,7 +31,7 @@ def shares_embedding(
                 "set it to true if the model shares its embedding, or add the tensor"
             )
         return False
-    if head in checkpoint and embedding in checkpoint and not _are_equal(checkpoint, embedding, head):
+    if head in checkpoint and embedding in checkpoint and not are_equal(checkpoint, embedding, head):
         warnings.warn(
             f"{head} differs from {embedding}, but config.json says tie_word_embeddings true: "
             f"{embedding} is used for both",
@@ -41,7 +41,7 @@ def shares_embedding(
     return True
 
 
-def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+def are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
     """Whether two tensors hold the same values, compared by groups of rows."""
     shape = checkpoint.info(first).shape
     if shape != checkpoint.info(second).shape:

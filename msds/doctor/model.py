@@ -9,6 +9,7 @@ from msds.config import config_warnings, read_config, read_generation_config
 from msds.doctor.checks import FAIL, PASS, SKIP, WARN, Finding
 from msds.errors import MsdsError, TokenizerError
 from msds.inspect.oddities import config_oddities
+from msds.layouts import open_checkpoint
 from msds.models.specs import model_specs
 from msds.planning import make_demand, make_plan
 from msds.text.chat import ChatTemplate
@@ -39,7 +40,7 @@ def checkpoint(path: Path) -> Finding:
     opened: Checkpoint | None = None
     try:
         stored = read_config(path)
-        opened = Checkpoint.open(path, weight_block_size=stored.weight_block_size)
+        opened = open_checkpoint(path, stored)
         settled = settle_mtp(opened, stored, None)
         if not opened.faults:
             shares_embedding(opened, stored.tie_word_embeddings)
@@ -115,7 +116,10 @@ def room(path: Path) -> Finding:
 
 def checkpoint_bytes(path: Path) -> int:
     """Bytes of the weight files, 0 where there are none."""
-    return sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+    if not path.is_dir():
+        return 0
+    patterns = ("*.safetensors", "*.ckpt", "rank_*/*.safetensors", "rank_*/*.ckpt")
+    return sum(file.stat().st_size for pattern in patterns for file in path.glob(pattern))
 
 
 def _folder(path: Path) -> Path:

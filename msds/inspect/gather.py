@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 
 from msds.checkpoint.header import TensorInfo
-from msds.checkpoint.shards import Checkpoint
 from msds.config import (
     DeepseekConfig,
     ModelConfig,
@@ -18,6 +17,7 @@ from msds.config import (
 from msds.errors import CheckpointError, TokenizerError
 from msds.inspect.oddities import config_oddities, layer_number, tensor_oddities, tokenizer_oddities
 from msds.inspect.report import CacheSize, Inspection, MtpLayers, StoredTensors, TokenizerSummary
+from msds.layouts import open_checkpoint
 from msds.text.chat import ChatTemplate
 from msds.text.tokenizer import Tokenizer, has_tokenizer, read_json, read_tokenizer_config
 
@@ -55,7 +55,7 @@ def inspect_model(path: str | Path) -> Inspection:
 
 def _tensors(folder: Path, config: ModelConfig, odd: list[str]) -> dict[str, TensorInfo]:
     try:
-        checkpoint = Checkpoint.open(folder, weight_block_size=config.weight_block_size)
+        checkpoint = open_checkpoint(folder, config)
     except CheckpointError as error:
         odd.append(str(error))
         return {}

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from functools import partial
 from pathlib import Path
 
 from msds.checkpoint.dtypes import encode
+from msds.checkpoint.folders import copy_companions, new_folder
 from msds.checkpoint.save import TensorSource, write_checkpoint
 from msds.config import ModelConfig
-from msds.errors import CheckpointError
 from msds.models.names import hf_names, is_stacked
 from msds_graphs.trees import Tree, tree_flatten
-
-COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files of the starting folder that a trained one keeps."""
 
 
 def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSource]:
@@ -35,22 +30,13 @@ def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSo
 def write_folder(target: Path, source: Path, tree: Tree, config: ModelConfig, *, dtype: str = "bfloat16") -> Path:
     """A trained model as a new Hugging Face folder: config and tokenizer of `source`, weights of `tree` in `dtype`.
 
-    CheckpointError when `target` exists. It appears when it is whole.
+    CheckpointError unless `target` is absent or an empty folder. It appears when it is whole.
     """
-    if target.exists():
-        raise CheckpointError(f"{target} exists already: name a new folder")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        unfinished.mkdir(parents=True)
-        for name in COPIED:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, unfinished / name)
+    with new_folder(target) as folder:
+        copy_companions(source, folder)
         settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
         settings.pop("dtype", None)
         settings["torch_dtype"] = dtype
-        (unfinished / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        write_checkpoint(unfinished, weight_sources(tree, config, dtype))
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        (folder / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        write_checkpoint(folder, weight_sources(tree, config, dtype))
     return target

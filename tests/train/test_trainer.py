@@ -111,7 +111,7 @@ def test_the_export_serves_the_trained_weights(whole: Any, tmp_path: Path) -> No
     served = msds.load(target, progress=False)
     for ours, theirs in zip(tree_flatten(served.params)[0], params, strict=True):
         np.testing.assert_array_equal(ours.asnumpy(), theirs)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="not an empty folder"):
         trainer.export(target)
 
 

@@ -1,0 +1,35 @@
+"""A model folder as a whole: made under another name until it is complete, and what belongs beside the weights."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from msds.errors import CheckpointError
+
+COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Files that a folder made from another one keeps."""
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the block ends well and is gone when it does not.
+
+    CheckpointError unless `target` is absent or an empty folder.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not an empty folder; name a new one")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        folder = Path(scratch) / "folder"
+        folder.mkdir()
+        yield folder
+        folder.rename(target)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies those of `COMPANIONS` that `source` has and `folder` lacks."""
+    for name in COMPANIONS:
+        if (source / name).is_file() and not (folder / name).exists():
+            shutil.copyfile(source / name, folder / name)
