@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from msds.llm import LLM as LLM
     from msds.model import Model as Model
     from msds.model import load as load
+    from msds.pretrained import DEFAULT_MODEL as DEFAULT_MODEL
     from msds.sampling import SamplingParams as SamplingParams
     from msds_graphs.compile import compile as compile
     from msds_graphs.plan import Plan as Plan
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DEFAULT_MODEL": "msds.pretrained",
     "LLM": "msds.llm",
     "Model": "msds.model",
     "MsdsError": "msds.errors",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "DEFAULT_MODEL",
     "LLM",
     "ArraySpec",
     "Model",

@@ -30,6 +30,14 @@ def test_compile_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     np.testing.assert_allclose(mean, np.full(4, 0.1, np.float32), rtol=1e-6)
 
 
+def test_the_ten_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(_block("Ten lines"), "README.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "The answer is 132. stop Usage(" in printed
+    assert "(3, 512)" in printed
+
+
 def test_the_file_lists_every_command() -> None:
     from msds_serve.cli import _parser
 

@@ -12,14 +12,19 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 """Files that a folder made from another one keeps."""
 
 
+def check_new_folder(target: Path) -> None:
+    """CheckpointError unless `target` is absent or an empty folder: to be asked before the work, not after."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is not an empty folder; name a new one")
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A folder to fill, which becomes `target` when the block ends well and is gone when it does not.
 
-    CheckpointError unless `target` is absent or an empty folder.
+    CheckpointError as `check_new_folder`.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is not an empty folder; name a new one")
+    check_new_folder(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         folder = Path(scratch) / "folder"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from msds.errors import CheckpointError, TrainingError
+from msds.errors import TrainingError
 from msds.model import Model
 from msds.train.data import Batches, Example, split_batch
 from msds.train.objectives import ObjectiveSettings
@@ -164,12 +164,6 @@ class Trainer:
             loads = report.expert_counts / report.expert_counts.mean(axis=1, keepdims=True)
             line["max_expert_load"] = round(float(loads.max()), 2)
         return line
-
-
-def check_target(target: Path) -> None:
-    """CheckpointError when a folder to be written exists: before training, not after."""
-    if target.exists():
-        raise CheckpointError(f"{target} exists already: name a new folder")
 
 
 def canonical(model: Model) -> Any:

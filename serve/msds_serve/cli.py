@@ -15,6 +15,7 @@ from msds.errors import MsdsError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.commands import (
     add_command,
+    add_model,
     clients,
     convert,
     doctor,
@@ -85,9 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(commands: Any) -> None:
     command = add_command(commands, "generate", _generate, "Answer one prompt.")
-    command.add_argument(
-        "model", metavar="MODEL", help="folder: config.json, and safetensors or a MindSpore training checkpoint"
-    )
+    add_model(command, "folder: config.json, and safetensors or a MindSpore training checkpoint", optional=True)
     prompt = command.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="token ids to continue")
@@ -119,7 +118,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(commands: Any) -> None:
     command = add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
-    command.add_argument("model", metavar="MODEL", help="folder: config.json, tokenizer and weights, as for generate")
+    add_model(command, "folder: config.json, tokenizer and weights, as for generate", optional=True)
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
     command.add_argument(
@@ -149,7 +148,7 @@ def _add_serve(commands: Any) -> None:
 
 def _add_verify(commands: Any) -> None:
     command = add_command(commands, "verify", _verify, "Prove that every way of running a model gives the same logits.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    add_model(command, "Hugging Face folder")
     command.add_argument("--reference", metavar="NAME", help="transformers: compare with it too, if it is installed")
     command.add_argument("--token-ids", metavar="1,2,3", type=_token_ids, help="text to compare on; at least 16 ids")
     command.add_argument("--tolerance", metavar="X", type=float, help="relative to the logits' scale; default 1e-4")
@@ -167,7 +166,7 @@ def _add_sha256(group: Any) -> None:
 
 def _add_inspect(commands: Any) -> None:
     command = add_command(commands, "inspect", _inspect, "Say what a checkpoint contains and what is odd about it.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder, or a bare config.json")
+    add_model(command, "Hugging Face folder, or a bare config.json")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 

@@ -1,14 +1,18 @@
-"""From nothing to a reinforced endpoint by commands alone, on a model a tenth of the tiny R1's size."""
+"""The guide's way from nothing to a reinforced model, by commands alone, on a model a tenth of the tiny R1's size."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+import msds.train
 from msds.train.tiny_r1 import recipe
-from msds_serve.cli import main
+from msds.train.tiny_r1.problems import KINDS
+from msds_serve.cli import _parser, main
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "moe_intermediate_size": 16}
 
@@ -17,28 +21,54 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_the_whole_pipeline(
+SMALLER = {
+    "problems": ("--count", 64),
+    "train": ("--steps", 2, "--warmup-steps", 1, "--decay-steps", 0, "--batch-size", 4, "--lengths", 112),
+    "reinforce": ("--rounds", 1, "--tasks-per-round", 2, "--group-size", 4, "--micro-batch", 8, "--max-tokens", 8),
+    "evaluate": ("--max-tokens", 8, "--json"),
+}
+"""Said after what the guide says, so it is what counts."""
+
+
+def guide() -> list[list[str]]:
+    """The arguments of every `msds` command of the guide, in order."""
+    text = Path(msds.train.__file__).with_name("README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("msds ")]
+
+
+def test_the_guide_leads_from_nothing_to_a_reinforced_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its commands as they stand, but with fewer problems and steps."""
     monkeypatch.setattr(recipe, "CONFIG", recipe.CONFIG | SMALL)
-    assert run("init", "init") == 0
-    assert run("problems", "train.jsonl", "--count", 64, "--seed", 1) == 0
-    assert run("problems", "test.jsonl", "--count", 6, "--held-out") == 0
-    training = ["train", "init", "train.jsonl", "--run", "sft", "--batch-size", 4, "--lengths", "112"]
-    assert run(*training, "--steps", 2, "--warmup-steps", 1) == 0
-    assert run(*training, "--steps", 4, "--warmup-steps", 1, "--export", "trained") == 0
-    log = [json.loads(line) for line in Path("sft/log.jsonl").read_text().splitlines()]
+    commands, reports = guide(), []
+    training = next(command for command in commands if command[0] == "train")
+    for command in commands:
+        if command[0] in ("serve", "verify"):
+            _parser().parse_args(command)
+            continue
+        capsys.readouterr()
+        assert run(*command, *SMALLER.get(command[0], ())) == 0
+        if command[0] == "evaluate":
+            reports.append(json.loads(capsys.readouterr().out))
+    assert [command[0] for command in commands] == [
+        *("init", "problems", "problems", "problems", "train", "reinforce"),
+        *("evaluate", "evaluate", "verify", "serve"),
+    ]
+    paired, cut = reports
+    assert [score["kind"] for score in paired["scores"]] == [*KINDS, "all"]
+    assert paired["scores"][-1]["count"] == cut["scores"][-1]["count"] == 64
+    assert {"won", "lost", "p_value", "scores", "model"} == paired["baseline"].keys()
+    assert json.loads(Path("tiny/r1/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+    again = [*training, *SMALLER["train"], "--steps", 4]
+    assert run(*again) == 2  # before a step, and by name
+    assert "tiny/supervised is not an empty folder" in capsys.readouterr().err
+    assert run(*again, "--export", "tiny/longer") == 0
+    log = [json.loads(line) for line in Path("tiny/supervised-run/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == [2, 4]
-    assert run(*training, "--steps", 4, "--export", "trained") == 2  # before a step, and by name
-    assert "trained exists already" in capsys.readouterr().err
-    reinforcing = ["--run", "rl", "--rounds", 1, "--tasks-per-round", 2, "--group-size", 4, "--micro-batch", 8]
-    assert run("reinforce", "trained", "train.jsonl", *reinforcing, "--max-tokens", 8, "--export", "better") == 0
-    capsys.readouterr()
-    assert run("evaluate", "better", "test.jsonl", "--baseline", "trained", "--max-tokens", 8, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert [score["count"] for score in report["scores"]] == [1] * 6 + [6]
-    assert {"won", "lost", "p_value", "scores", "model"} == report["baseline"].keys()
-    assert json.loads(Path("better/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_transformers_reads_the_recipe(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msds.checkpoint.folders import new_folder
 from msds.checkpoint.save import write_checkpoint
-from msds.errors import CheckpointError
 from msds.train.tiny_r1.problems import Problem, generate_problems
 from msds.train.tiny_r1.tokenizer import VOCAB_SIZE, write_tokenizer
 
@@ -54,34 +54,34 @@ CONFIG: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
 }
 
-GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+GENERATION_CONFIG = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False}
+"""Greedy: a sum has one answer."""
 TOKENIZER_PROBLEMS = 4000
 
 
-def write_untrained(folder: Path, *, seed: int = 0) -> Path:
-    """Config, tokenizer and weights drawn from `seed`; CheckpointError when the folder exists and is not empty."""
+def write_untrained(target: Path, *, seed: int = 0) -> Path:
+    """Config, tokenizer and weights drawn from `seed`; CheckpointError unless `target` is absent or an empty folder."""
     from msds.config import read_config
     from msds.models import model_functions
     from msds.train.save import weight_sources
     from msds_graphs.specs import init_tree
 
-    if folder.exists() and any(folder.iterdir()):
-        raise CheckpointError(f"{folder} is not empty: name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_json(folder / "config.json", CONFIG)
-    _write_json(folder / "generation_config.json", GENERATION_CONFIG)
-    problems = generate_problems(TOKENIZER_PROBLEMS, seed=seed, held_out=False)
-    write_tokenizer(folder, _texts(problems))
-    config = read_config(folder)
-    tree = init_tree(model_functions(config).spec(config), seed)
-    write_checkpoint(folder, weight_sources(tree, config, "float32"))
-    return folder
+    with new_folder(target) as folder:
+        _write_json(folder / "config.json", CONFIG)
+        _write_json(folder / "generation_config.json", GENERATION_CONFIG)
+        problems = generate_problems(TOKENIZER_PROBLEMS, seed=seed, held_out=False)
+        write_tokenizer(folder, _texts(problems))
+        config = read_config(folder)
+        tree = init_tree(model_functions(config).spec(config), seed)
+        write_checkpoint(folder, weight_sources(tree, config, "float32"))
+    return target
 
 
 def _texts(problems: list[Problem]) -> Iterator[str]:
     for problem in problems:
-        yield problem.messages[0]["content"]
-        yield from problem.messages[1]["content"].removeprefix("<think>").split("</think>")
+        yield problem.question
+        yield problem.reasoning
+        yield problem.messages[1]["content"].rpartition("\n")[2]
 
 
 def _write_json(path: Path, value: Any) -> None:

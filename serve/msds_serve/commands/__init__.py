@@ -1,8 +1,11 @@
 """Commands of `msds`, a module each: `add(commands)` defines its options, `run(options)` does the work."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from msds.pretrained import DEFAULT_MODEL, TINY_R1
 
 
 def add_command(
@@ -13,6 +16,23 @@ def add_command(
     command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
     command.set_defaults(run=run)
     return command
+
+
+def add_model(command: argparse.ArgumentParser, text: str, *, optional: bool = False) -> None:
+    """A MODEL argument: a folder, or the name of the model that ships with the package, which is also the default of
+    an `optional` one."""
+    settings: dict[str, Any] = {"nargs": "?", "default": str(DEFAULT_MODEL)} if optional else {}
+    ending = (
+        f"; default: {TINY_R1}, which ships with msds" if optional else f"; {TINY_R1} is the one that ships with msds"
+    )
+    command.add_argument("model", metavar="MODEL", type=model_folder, help=text + ending, **settings)
+
+
+def model_folder(text: str) -> str:
+    """The folder that a MODEL argument means: the shipped model by its name, unless a folder here has that name."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a folder, or . for the current one")
+    return str(DEFAULT_MODEL) if text == TINY_R1 and not os.path.exists(text) else text
 
 
 def int_list(text: str) -> tuple[int, ...]:

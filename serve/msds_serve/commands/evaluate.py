@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command
+from msds_serve.commands import add_command, add_model, model_folder
 
 
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "evaluate", run, "Measure accuracy on tasks with checkable answers, greedily.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    add_model(command, "Hugging Face folder")
     command.add_argument(
         "tasks", metavar="TASKS", help='JSON lines: {"messages": [...], "answer": "...", "kind": "..."}'
     )
-    command.add_argument("--baseline", metavar="MODEL", help="compare with this model, task by task")
+    command.add_argument("--baseline", metavar="MODEL", type=model_folder, help="compare with this model, task by task")
     command.add_argument("--max-tokens", metavar="N", type=int, default=128, help="of an answer; default 128")
     command.add_argument(
         "--no-reasoning", action="store_true", help="close the thinking at once: what the model knows without it"

@@ -6,13 +6,15 @@ import argparse
 import json
 from typing import Any
 
-from msds_serve.commands import add_command
+from msds_serve.commands import add_command, model_folder
 
 
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "plan", run, "Plan memory and sharding of a model from its config alone.")
-    command.add_argument("model", metavar="MODEL", help="folder, bare config.json, or preset such as deepseek-r1")
+    command.add_argument(
+        "model", metavar="MODEL", type=model_folder, help="folder, bare config.json, or preset such as deepseek-r1"
+    )
     command.add_argument("--mesh", required=True, help="cpu:N, a2:N (NPUs) or a3:N (dies), for example a2:16")
     command.add_argument("--plan", default="auto", help="auto (default) or for example dp2.tp4.ep8")
     command.add_argument("--dtype", help="bf16 (default on NPUs), fp16 or fp32 (default on a CPU)")

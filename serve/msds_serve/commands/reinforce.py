@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command, given, int_list
+from msds_serve.commands import add_command, add_model, given, int_list
 
 OPTIONS = (
     "rounds",
@@ -25,7 +25,7 @@ OPTIONS = (
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "reinforce", run, "Reinforce a model by GRPO on tasks with checkable answers.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder to start from; also the KL reference")
+    add_model(command, "Hugging Face folder to start from; also the KL reference")
     command.add_argument("tasks", metavar="TASKS", help='JSON lines: {"messages": [...], "answer": "..."}')
     command.add_argument("--run", metavar="FOLDER", required=True, dest="run_folder", help="keeps state and log")
     command.add_argument("--export", metavar="FOLDER", help="write the reinforced model there, in bfloat16")
@@ -46,14 +46,14 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Reinforce, and export where asked to."""
     from msds import LLM, load
+    from msds.checkpoint.folders import check_new_folder
     from msds.train.grpo import GrpoOptions, Reinforcer
     from msds.train.objectives import Grpo
-    from msds.train.trainer import check_target
     from msds.train.verifiable import read_tasks
 
     settings = GrpoOptions(**given(options, OPTIONS))
     if options.export is not None:
-        check_target(Path(options.export))
+        check_new_folder(Path(options.export))
     tasks = read_tasks(Path(options.tasks))
     answers = settings.tasks_per_round * settings.group_size
     llm = LLM(options.model, max_num_seqs=min(64, answers), max_model_len=max(settings.lengths))

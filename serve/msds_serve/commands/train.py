@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command, given, int_list
+from msds_serve.commands import add_command, add_model, given, int_list, model_folder
 
 OPTIONS = (
     "steps",
@@ -24,7 +24,7 @@ OPTIONS = (
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "train", run, "Train a model on conversations; goes on where it was interrupted.")
-    command.add_argument("model", metavar="MODEL", help="Hugging Face folder to start from")
+    add_model(command, "Hugging Face folder to start from")
     command.add_argument("data", metavar="DATA", help='JSON lines: {"messages": [..., {"role": "assistant", ...}]}')
     command.add_argument("--run", metavar="FOLDER", required=True, dest="run_folder", help="keeps state and log")
     command.add_argument("--export", metavar="FOLDER", help="write the trained model there, in bfloat16")
@@ -41,20 +41,23 @@ def add(commands: Any) -> None:
     command.add_argument("--save-every", metavar="N", type=int, help="steps between states; default 200")
     command.add_argument("--mtp-weight", metavar="W", type=float, default=0.3, help="of the MTP loss; default 0.3")
     command.add_argument("--balance-weight", metavar="W", type=float, default=1e-4, help="of balance; default 1e-4")
-    command.add_argument("--teacher", metavar="MODEL", help="learn this model's distributions instead of the texts'")
+    command.add_argument(
+        "--teacher", metavar="MODEL", type=model_folder, help="learn this model's distributions instead of the texts'"
+    )
     command.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of distillation; default 1")
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, and export where asked to."""
     from msds import load
+    from msds.checkpoint.folders import check_new_folder
     from msds.train.data import encode_conversation, read_conversations
     from msds.train.objectives import Distillation, NextToken
-    from msds.train.trainer import Trainer, TrainOptions, check_target
+    from msds.train.trainer import Trainer, TrainOptions
 
     settings = TrainOptions(**given(options, OPTIONS))
     if options.export is not None:
-        check_target(Path(options.export))
+        check_new_folder(Path(options.export))
     conversations = read_conversations(Path(options.data))
     model = load(options.model)
     tokenizer, chat = model.tokenizer, model.chat
