@@ -17,6 +17,7 @@ import numpy.typing as npt
 from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, prev_hidden
 from msds_graphs.buckets import choose_bucket
 from msds_graphs.specs import ArraySpec
+from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
     from msds.model import Model
@@ -56,14 +57,17 @@ class Runner:
         prefill_buckets: Sequence[dict[str, int]],
         decode_buckets: Sequence[dict[str, int]],
         num_drafts: int = 0,
+        cache: Tree | None = None,
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
 
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
-        self.cache = bind(spec, fresh_prefix("cache"))
+        if cache is None:
+            spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
+            cache = bind(spec, fresh_prefix("cache"))
+        self.cache = cache
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
@@ -93,6 +97,12 @@ class Runner:
         from msds_graphs.counter import compile_count
 
         return compile_count()
+
+    @property
+    def steps(self) -> dict[str, Compiled]:
+        """The compiled steps by name."""
+        steps = (self._prefill, self._prefill_all, self._decode, self._draft)
+        return {step.name: step for step in steps if step is not None}
 
     def warm_up(self, progress: Callable[[str], None] | None = print) -> None:
         """Compile every planned prefill and decode bucket, printing a table. Prompt log-probabilities compile apart."""

@@ -213,7 +213,8 @@ def _write_mtp_entries(
 def _mtp_input(layer: Params, embedded: Tensor, hidden: Tensor, config: DeepseekConfig) -> Tensor:
     """What an MTP layer starts from: [T, D] embeddings of the next tokens and as many hidden states -> [T, D]."""
     embedded = rms_norm(embedded, layer["enorm"]["weight"], config.rms_norm_eps)
-    hidden = rms_norm(hidden.reshape(embedded.shape), layer["hnorm"]["weight"], config.rms_norm_eps)
+    hidden = hidden.reshape(embedded.shape).astype(embedded.dtype)  # states travel between steps in float32
+    hidden = rms_norm(hidden, layer["hnorm"]["weight"], config.rms_norm_eps)
     return linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
 
 

@@ -16,6 +16,7 @@ from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.commands import (
     add_command,
     clients,
+    compile,
     convert,
     doctor,
     evaluate,
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add(commands)
     clients.add(commands)
     plan.add(commands)
+    compile.add(commands)
     doctor.add(commands)
     train.add(commands)
     reinforce.add(commands)

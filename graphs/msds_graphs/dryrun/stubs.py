@@ -1,4 +1,4 @@
-"""Stub libraries that stand in for CANN, so that MindSpore's Ascend plug-in loads and compiles without an NPU. Host code.
+"""Stub libraries that stand in for CANN, so that MindSpore's Ascend plug-in compiles without an NPU. Host code.
 
 They compute nothing: every function of theirs returns at once and every array stays as it was. A process that has them
 loaded can compile graphs for Ascend and must never be asked for a value, so they are for subprocesses alone

@@ -87,7 +87,7 @@ def wanted_of_cann(package: Path) -> Wanted:
     plugins = package / "lib" / "plugin"
     if not (plugins / _PLUGINS[0]).is_file():
         raise GraphError(
-            f"{plugins / _PLUGINS[0]} does not exist: this MindSpore has no Ascend plug-in; the wheels for Linux have it"
+            f"{plugins / _PLUGINS[0]} does not exist: this MindSpore has no Ascend plug-in; Linux wheels have"
         )
     shipped = {path.name: path for path in sorted((package / "lib").rglob("*.so*"), reverse=True)}
     shipped |= {path.name: path for path in package.glob("*.so*")}

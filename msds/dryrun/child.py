@@ -1,0 +1,112 @@
+"""One rank of a dry run in a process of its own: a job comes as JSON on stdin, the report goes as JSON to stdout.
+
+Nothing else leaves the process, and no value can: see `msds_graphs.dryrun.simulate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import ModuleType
+from typing import Any, cast
+
+from msds.config import ModelConfig
+from msds.dryrun.job import Job
+from msds.engine.runner import Runner
+from msds.model import Model
+from msds.models import model_functions
+from msds_graphs.collectives import create_groups
+from msds_graphs.dryrun import simulate
+from msds_graphs.dryrun.bodies import SOC_VARIABLE
+from msds_graphs.dryrun.ir import GraphText
+from msds_graphs.errors import GraphError
+from msds_graphs.plan import Plan
+from msds_graphs.ranks import COLLECTIVE_AXES, Ranks
+from msds_graphs.trees import Tree
+
+
+@dataclass(frozen=True)
+class DeclaredModel:
+    """What the runner looks at of a model, with weights that are declared and not loaded."""
+
+    config: ModelConfig
+    functions: ModuleType
+    plan: Plan
+    params: Tree
+    dtype: str
+
+    @property
+    def allowed_vocab(self) -> int:
+        """Without a tokenizer every token of the model is allowed."""
+        return self.config.vocab_size
+
+
+def compile_job(job: Job) -> dict[str, Any]:
+    """Compile the job's steps; what `msds.dryrun.run.RankReport` reads. Errors of a step are part of the report."""
+    start = time.perf_counter()
+    demand = job.demand
+    ranks = Ranks(job.shards, job.rank, native=True)
+    simulate.start()
+    create_groups(ranks)
+    functions = model_functions(demand.config)
+    model = DeclaredModel(
+        demand.config,
+        functions,
+        Plan(ranks=ranks),
+        simulate.declare(job.local_weights(), "params"),
+        demand.dtype,
+    )
+    prefill, decode = job.ladders
+    runner = Runner(
+        cast(Model, model),
+        num_blocks=job.num_blocks,
+        block_size=demand.engine.block_size,
+        prefill_buckets=prefill,
+        decode_buckets=decode,
+        num_drafts=job.mtp,
+        cache=simulate.declare(job.local_cache(), "cache"),
+    )
+    return {
+        "rank": job.rank,
+        "soc": os.environ[SOC_VARIABLE],
+        "groups": {axis: [ranks.group(axis), *ranks.place(axis).members] for axis in COLLECTIVE_AXES},
+        "declare_seconds": time.perf_counter() - start,
+        "steps": [_compile_step(runner, name, bucket) for name in job.steps for bucket in job.buckets(name)],
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _compile_step(runner: Runner, name: str, bucket: dict[str, int]) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        graph = simulate.compiled_graph(lambda: runner.steps[name].check(bucket))
+        error = None
+    except GraphError as fault:
+        graph, error = GraphText((), {}, 0), str(fault)
+    return {
+        "name": name,
+        "bucket": bucket,
+        "seconds": time.perf_counter() - start,
+        "num_nodes": graph.num_nodes,
+        "parameters": {path: [dtype, list(shape)] for path, (dtype, shape) in graph.parameters.items()},
+        "collectives": [asdict(call) for call in graph.collectives],
+        "error": error,
+    }
+
+
+def main() -> None:
+    """Read, compile, write; what libraries print goes to stderr."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    report = compile_job(Job.from_json(json.load(sys.stdin)))
+    json.dump(report, answer)
+    answer.flush()
+    os._exit(0)  # MindSpore's own way out would tear down a device that is not there
+
+
+if __name__ == "__main__":
+    main()
