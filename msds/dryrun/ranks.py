@@ -65,7 +65,13 @@ class RankReport:
 def _step(fields: dict[str, Any]) -> StepReport:
     collectives = tuple(
         Collective(
-            **{**call, "shape": tuple(call["shape"]), "result": tuple(call["result"]), "source": tuple(call["source"])}
+            **{
+                **call,
+                "shape": tuple(call["shape"]),
+                "result": tuple(call["result"]),
+                "source": tuple(call["source"]),
+                "members": tuple(call["members"]),
+            }
         )
         for call in fields["collectives"]
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msds.dryrun.job import Job
 
-_LAYER = re.compile(r"^(?:params\.)?((?:layers|mtp)\.\d+)\.")
+_LAYER = re.compile(r"^(?:params\.|stack\.)?((?:layers|mtp)\.\d+)\.")
 
 
 def place_of(parameter: str) -> str:

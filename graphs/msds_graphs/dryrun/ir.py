@@ -40,7 +40,8 @@ class Collective:
 
     kind: a value of KINDS. group: the name of its communication group. dtype, shape: what goes in; result: the shape
     that comes out. after: the Parameter that the graph read last before it, which says in which layer it is. source:
-    where in the functions it was called, innermost first, as `file:line`.
+    where in the functions it was called, innermost first, as `file:line`. members: the ranks of a group that MindSpore
+    made by itself; empty for groups that were made for it, of which it writes the name alone.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Collective:
     result: tuple[int, ...]
     after: str = ""
     source: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +115,12 @@ def _collective(primitive: str, head: str, body: list[str], after: str) -> Colle
         raise GraphError(
             f"cannot read the collective {head.strip()!r} {body[:1]}: MindSpore writes graphs in a new way"
         )
+    ranks = re.search(r'group_ranks: "([\d-]+)"', head)
+    members = tuple(map(int, ranks[1].split("-"))) if ranks else ()
     sources = tuple(f"{match[1]}:{match[2]}" for match in map(_SOURCE.search, reversed(body)) if match is not None)
-    return Collective(KINDS[primitive], group[1], _dtype(given[1]), _shape(given[2]), _shape(made[2]), after, sources)
+    return Collective(
+        KINDS[primitive], group[1], _dtype(given[1]), _shape(given[2]), _shape(made[2]), after, sources, members
+    )
 
 
 def _dtype(name: str) -> str:

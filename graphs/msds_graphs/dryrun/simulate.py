@@ -64,13 +64,16 @@ def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
 def declare(spec_tree: Tree, prefix: str) -> Tree:
     """Parameters named `prefix.path` for a tree of ArraySpec, of their shapes and without memory."""
     leaves, structure = tree_flatten(spec_tree)
+    rows = zip(structure.paths(), leaves, strict=True)
+    return tree_unflatten(structure, [declare_one(spec, f"{prefix}.{path}") for path, spec in rows])
+
+
+def declare_one(spec: ArraySpec, name: str, *, requires_grad: bool = False) -> ms.Parameter:
+    """A Parameter of a spec's shape and number type, without memory."""
     with no_init_parameters():
-        parameters = [_declared(spec, f"{prefix}.{path}") for path, spec in zip(structure.paths(), leaves, strict=True)]
-    return tree_unflatten(structure, parameters)
-
-
-def _declared(spec: ArraySpec, name: str) -> ms.Parameter:
-    return ms.Parameter(initializer("zeros", spec.shape, ms_dtype(spec.dtype)), name=name, requires_grad=False)
+        return ms.Parameter(
+            initializer("zeros", spec.shape, ms_dtype(spec.dtype)), name=name, requires_grad=requires_grad
+        )
 
 
 def compiled_graph(compile_it: Callable[[], object]) -> GraphText:
