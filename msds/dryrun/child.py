@@ -10,12 +10,15 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any, cast
 
 from msds.config import ModelConfig
 from msds.dryrun.job import Job
+from msds.dryrun.opinion import BACKWARD, FORWARD, bucket_of
+from msds.dryrun.skeleton import layouts_graph
 from msds.engine.runner import Runner
 from msds.model import Model
 from msds.models import model_functions
@@ -46,20 +49,26 @@ class DeclaredModel:
 
 
 def compile_job(job: Job) -> dict[str, Any]:
-    """Compile the job's steps; what `msds.dryrun.run.RankReport` reads. Errors of a step are part of the report."""
-    start = time.perf_counter()
-    demand = job.demand
+    """Compile what the job says; what `msds.dryrun.ranks.RankReport` reads. Errors of graphs are in it."""
     ranks = Ranks(job.shards, job.rank, native=True)
     simulate.start()
+    steps = list(_layouts(job) if job.layouts else _steps(job, ranks))
+    return {
+        "rank": job.rank,
+        "soc": os.environ[SOC_VARIABLE],
+        "groups": {axis: [ranks.group(axis), *ranks.place(axis).members] for axis in COLLECTIVE_AXES},
+        "steps": steps,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """The steps that serving would run on this rank."""
     create_groups(ranks)
+    demand = job.demand
     functions = model_functions(demand.config)
-    model = DeclaredModel(
-        demand.config,
-        functions,
-        Plan(ranks=ranks),
-        simulate.declare(job.local_weights(), "params"),
-        demand.dtype,
-    )
+    params = simulate.declare(job.local_weights(), "params")
+    model = DeclaredModel(demand.config, functions, Plan(ranks=ranks), params, demand.dtype)
     prefill, decode = job.ladders
     runner = Runner(
         cast(Model, model),
@@ -70,21 +79,23 @@ def compile_job(job: Job) -> dict[str, Any]:
         num_drafts=job.mtp,
         cache=simulate.declare(job.local_cache(), "cache"),
     )
-    return {
-        "rank": job.rank,
-        "soc": os.environ[SOC_VARIABLE],
-        "groups": {axis: [ranks.group(axis), *ranks.place(axis).members] for axis in COLLECTIVE_AXES},
-        "declare_seconds": time.perf_counter() - start,
-        "steps": [_compile_step(runner, name, bucket) for name in job.steps for bucket in job.buckets(name)],
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+    for name in job.steps:
+        for bucket in job.buckets(name):
+            step = runner.steps[name]
+            yield _compiled(name, bucket, lambda: simulate.compiled_graph(lambda: step.check(bucket)))  # noqa: B023
 
 
-def _compile_step(runner: Runner, name: str, bucket: dict[str, int]) -> dict[str, Any]:
+def _layouts(job: Job) -> Iterator[dict[str, Any]]:
+    """The skeleton under the plan's Layouts."""
+    bucket = bucket_of(job)
+    yield _compiled(FORWARD, bucket, lambda: layouts_graph(job, bucket, backward=False))
+    yield _compiled(BACKWARD, bucket, lambda: layouts_graph(job, bucket, backward=True))
+
+
+def _compiled(name: str, bucket: dict[str, int], compile_it: Callable[[], GraphText]) -> dict[str, Any]:
     start = time.perf_counter()
     try:
-        graph = simulate.compiled_graph(lambda: runner.steps[name].check(bucket))
-        error = None
+        graph, error = compile_it(), None
     except GraphError as fault:
         graph, error = GraphText((), {}, 0), str(fault)
     return {

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from msds.config import DeepseekConfig
 from msds.engine.ladder import step_ladders
 from msds.errors import OptionError
 from msds.models.specs import model_specs
@@ -23,7 +24,8 @@ class Job:
     """model: folder, config.json or preset; mesh, plan: as typed; rank: the one that is compiled.
 
     dtype: a key of DTYPES. max_model_len, concurrency: as for the planner. mtp: draft tokens. steps: names of STEPS.
-    all_buckets: every shape that serving would compile, not only the largest of each step.
+    all_buckets: every shape that serving would compile, not only the largest of each step. layouts: not the steps, but
+    the dense skeleton under MindSpore's AutoParallel.
     """
 
     model: str
@@ -36,6 +38,7 @@ class Job:
     mtp: int
     steps: tuple[str, ...]
     all_buckets: bool
+    layouts: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -128,6 +131,10 @@ def check_job(job: Job) -> None:
         raise OptionError(f"step 'draft' needs draft tokens: mtp is 0, or {job.model} has no MTP layer")
     if job.dtype not in DTYPES:
         raise OptionError(f"dtype is {job.dtype!r}: use one of {', '.join(DTYPES)}")
+    if job.layouts and not isinstance(job.demand.config, DeepseekConfig):
+        raise OptionError(
+            f"layouts: the skeleton is of DeepSeek's layers, and {job.model} is {job.demand.config.model_type}"
+        )
     if job.shards.pp > 1:
         raise OptionError(
             f"plan {job.shards} has {job.shards.pp} pipeline stages, which the model functions do not run yet: "

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from msds.dryrun.checks import Check
 from msds.dryrun.job import Job
+from msds.dryrun.opinion import FORWARD, NUM_LAYERS, differences, totals
 from msds.dryrun.ranks import RankReport, StepReport
 from msds.dryrun.roles import Role
 from msds.dryrun.rules import place_of
@@ -32,12 +33,14 @@ class DryRunReport:
     roles: tuple[Role, ...]
     ranks: tuple[RankReport, ...]
     checks: tuple[Check, ...]
+    opinions: tuple[RankReport, ...]
     seconds: float
 
     @property
     def passed(self) -> bool:
-        """Whether every step compiled on every chosen rank and every check holds."""
-        return all(check.passed for check in self.checks)
+        """Whether every graph compiled on every chosen rank and every check holds. An opinion that differs is none."""
+        opinions = [step for rank in self.opinions for step in rank.steps]
+        return all(check.passed for check in self.checks) and all(step.error is None for step in opinions)
 
     def to_json(self) -> dict[str, Any]:
         """JSON types.
@@ -48,6 +51,8 @@ class DryRunReport:
         ranks: [{rank, groups {axis: [ranks]}, peak_bytes, steps: [{name, bucket, seconds, num_nodes, error,
             collectives: [{kind, axis, ranks, dtype, shape, result, bytes, count, places {place: count}}]}]}]; bytes: of
             one of them, the larger of what goes in and comes out
+        layouts: [{rank, steps: [{name, bucket, seconds, error, collectives: [{kind, ranks, count, bytes in all}]}],
+            differences: [{place, verdict: more | less, kind, ranks, dtype, shape, result, ours, theirs}]}]: forward
         slices: [{ranks: of a role, weights {path: {dtype, shape, whole}}}], layers of equal slices under one path (*)
         """
         job = self.job
@@ -68,6 +73,7 @@ class DryRunReport:
                 for check in self.checks
             ],
             "ranks": [_rank_json(rank) for rank in self.ranks],
+            "layouts": [_opinion_json(job, rank) for rank in self.opinions],
             "slices": [
                 {
                     "ranks": list(role.ranks),
@@ -98,6 +104,7 @@ class DryRunReport:
                 of = "" if shape == whole else f" of {list(whole)}"
                 yield f"  {path:<44} {dtype:<9} {list(shape)}{of}"
         yield ""
+        yield from self._opinion_lines()
         for check in self.checks:
             yield f"{'ok  ' if check.passed else 'FAIL'} {check.step}: {check.what}"
             yield from (f"     {fault}" for fault in check.faults)
@@ -118,6 +125,53 @@ class DryRunReport:
                     else f"{'did not compile':>21}"
                 )
                 yield f"  {rank.rank:>4}  {step.label:<34}{step.seconds:>8.1f}{what}{peak:>15}"
+
+    def _opinion_lines(self) -> Iterator[str]:
+        """MindSpore's AutoParallel on the dense skeleton."""
+        if not self.opinions:
+            return
+        yield f"second opinion: {NUM_LAYERS} dense layers under MindSpore's AutoParallel, Layouts of the same plan"
+        for rank in self.opinions:
+            for step in rank.steps:
+                if step.error is not None:
+                    yield f"  FAIL rank {rank.rank}, {step.name}: {step.error}"
+                    continue
+                yield f"  rank {rank.rank}, {step.name}: {step.seconds:.1f} s"
+                for (kind, ranks), (count, nbytes) in totals(self.job, rank, step).items():
+                    yield f"    {count:>4} x {kind} over ranks {_ranges(ranks)}, {nbytes / 2**20:.1f} MiB in all"
+                if step.name == FORWARD:
+                    found = list(differences(self.job, rank, step))
+                    yield "    as our plan communicates" if not found else "    otherwise than our plan:"
+                    for item in found:
+                        yield (
+                            f"      {item.verdict} at {item.place}: {item.theirs} for our {item.ours} {item.kind} over "
+                            f"ranks {_ranges(item.ranks)} of {item.dtype} {list(item.shape)}"
+                        )
+        yield "  AutoParallel makes its result whole on every rank: an all_gather over replicas at the end is that"
+        yield ""
+
+
+def _opinion_json(job: Job, rank: RankReport) -> dict[str, Any]:
+    forward = [step for step in rank.steps if step.name == FORWARD and step.error is None]
+    return {
+        "rank": rank.rank,
+        "steps": [
+            {
+                "name": step.name,
+                "bucket": dict(step.bucket),
+                "seconds": step.seconds,
+                "error": step.error,
+                "collectives": [
+                    {"kind": kind, "ranks": list(ranks), "count": count, "bytes": nbytes}
+                    for (kind, ranks), (count, nbytes) in totals(job, rank, step).items()
+                ],
+            }
+            for step in rank.steps
+        ],
+        "differences": [
+            {**asdict(item), "verdict": item.verdict} for step in forward for item in differences(job, rank, step)
+        ],
+    }
 
 
 def _step_lines(rank: RankReport, step: StepReport) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which ranks of a plan stand for all others: those of equal slices compile equal graphs but for their place. Host code."""
+"""Which ranks stand for all others: those of equal slices compile equal graphs but for their place. Host code."""
 
 from __future__ import annotations
 

@@ -34,6 +34,15 @@ class Rule:
     count: int = 1
 
 
+def dense_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> tuple[Rule, ...]:
+    """Two sums per layer: the ranks of a replica have cut heads and MLP widths, and each has a share of every token."""
+    shape = (bucket["S"] * bucket["Q"], job.demand.config.hidden_size)
+    return tuple(
+        Rule(what=what, kind="all_reduce", axis="tp", dtype=job.demand.dtype, shape=shape, result=shape, places=layers)
+        for what in ("sum of the heads", "sum of the MLP")
+    )
+
+
 def rules(job: Job, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
     """The collectives of a step, those of groups of one rank included."""
     return ()

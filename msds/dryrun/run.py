@@ -16,6 +16,7 @@ import msds_graphs
 import msds_ops
 from msds.dryrun.checks import checks
 from msds.dryrun.job import STEPS, Job, check_job
+from msds.dryrun.opinion import NUM_LAYERS
 from msds.dryrun.ranks import RankReport
 from msds.dryrun.report import DryRunReport
 from msds.dryrun.roles import roles
@@ -38,6 +39,7 @@ class DryRunOptions:
 
     plan: "auto": the planner's best that can run. mtp: draft tokens; None: one where the model has an MTP layer.
     steps: names of STEPS; None: those that serving runs. ranks: as `roles`. cache: folder of the stub libraries.
+    layouts: ask MindSpore's AutoParallel for a second opinion.
     """
 
     model: str
@@ -51,14 +53,15 @@ class DryRunOptions:
     all_buckets: bool = False
     ranks: str = "auto"
     cache: Path | None = None
+    layouts: bool = False
 
 
 def dry_run(options: DryRunOptions, progress: Callable[[str], None] | None = None) -> DryRunReport:
     """Compile the steps of a model for Ascend, without hardware, on one rank of each role or more.
 
     progress receives a line per rank. OptionError, ConfigError or GraphError before anything is compiled for what
-    cannot be; DryRunError where a process dies. What does not compile, or compiles to something else than the plan says,
-    is in the report.
+    cannot be; DryRunError where a process dies. What does not compile, or compiles to something else than the plan
+    says, is in the report.
     """
     say = progress or (lambda line: None)
     job = make_job(options)
@@ -71,8 +74,13 @@ def dry_run(options: DryRunOptions, progress: Callable[[str], None] | None = Non
         for rank in role.compiled:
             say(f"compiling {', '.join(job.steps)} for rank {rank} of {job.shards.ranks}")
             reports.append(compile_rank(replace(job, rank=rank), stubs))
+    opinions = []
+    for rank in sorted({0, job.shards.ranks - 1}) if options.layouts else ():
+        say(f"compiling {NUM_LAYERS} dense layers under Layouts for rank {rank}")
+        opinions.append(compile_rank(replace(job, rank=rank, layouts=True), stubs))
     return DryRunReport(
         job=job,
+        opinions=tuple(opinions),
         roles=found,
         ranks=tuple(reports),
         checks=tuple(checks(job, reports)),
@@ -102,7 +110,7 @@ def make_job(options: DryRunOptions) -> Job:
     )
     if options.plan == "auto":
         job = replace(job, plan=_best_plan(job))
-    check_job(job)
+    check_job(replace(job, layouts=options.layouts))
     return job
 
 

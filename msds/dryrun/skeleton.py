@@ -1,8 +1,8 @@
 """The dense skeleton of a model under MindSpore's own AutoParallel: a second opinion on where a plan communicates.
 
 A stack of NUM_LAYERS layers with attention and a dense MLP, of the model's own sizes. Each weight's Layout comes from the same spec
-and the same rules as the slices of the plan, each product's Layouts from those of its weight; what MindSpore inserts
-between them is its own. Rotation and what follows the last layer are left out: neither moves anything between ranks.
+and rules as the slices of the plan, each product's Layouts from those of its weight; what MindSpore inserts between them
+is its own. Rotation, causality and what is around the layers are left out.
 
 T = S * Q tokens of all replicas, D hidden, H heads, N features of a head's query and key, V of its value.
 """
@@ -19,14 +19,15 @@ from mindspore.parallel.auto_parallel import AutoParallel
 
 from msds.config import DeepseekConfig
 from msds.dryrun.job import Job
+from msds.dryrun.opinion import NUM_LAYERS
 from msds.models.specs import model_specs
 from msds_graphs.binding import ms_dtype
 from msds_graphs.dryrun import simulate
 from msds_graphs.dryrun.ir import GraphText
+from msds_graphs.faults import explain
 from msds_graphs.sharding import Rules
 from msds_graphs.specs import ArraySpec
 
-NUM_LAYERS = 3
 WHOLE = "None"
 """MindSpore's name for a dimension that is not cut."""
 
@@ -47,7 +48,7 @@ class Cuts:
         return tuple((self.rules.axes[axis] if axis else None) or WHOLE for axis in spec.axes)
 
 
-class Linear(nn.Cell):
+class Linear(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """[T, in] -> [T, out]; a cut `in` leaves MindSpore a sum to take."""
 
     def __init__(self, name: str, spec: ArraySpec, cuts: Cuts) -> None:
@@ -60,7 +61,7 @@ class Linear(nn.Cell):
         return self.product(x, self.weight)
 
 
-class Norm(nn.Cell):
+class Norm(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """[T, features] -> the same."""
 
     def __init__(self, name: str, spec: ArraySpec, cuts: Cuts) -> None:
@@ -72,7 +73,7 @@ class Norm(nn.Cell):
         return self.norm(x, self.weight)[0]
 
 
-class Layer(nn.Cell):
+class Layer(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """Expanded MLA and a dense MLP: [T, D] -> [T, D]."""
 
     def __init__(self, config: DeepseekConfig, spec: Any, path: str, cuts: Cuts, sequences: int) -> None:
@@ -118,7 +119,7 @@ class Layer(nn.Cell):
         return self.add(x, self.down(self.mul(self.silu(self.gate(normed)), self.up(normed))))
 
 
-class Attention(nn.Cell):
+class Attention(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """Softmax attention of every head over its own sequence, all tokens seeing each other: [T, H * (N + R)] queries and
     [T, H * (N + V)] keys and values -> [T, H * V]."""
 
@@ -148,7 +149,7 @@ class Attention(nn.Cell):
         return self.reshape(self.to_tokens(out, (0, 2, 1, 3)), (tokens, -1))
 
 
-class Stack(nn.Cell):
+class Stack(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """Layers one after the other: [T, D] -> [T, D]."""
 
     def __init__(self, layers: list[Layer]) -> None:
@@ -161,7 +162,7 @@ class Stack(nn.Cell):
         return x
 
 
-class Gradients(nn.Cell):
+class Gradients(nn.Cell):  # type: ignore[misc]  # MindSpore has no types
     """The weights' gradients of the sum of what a stack gives."""
 
     def __init__(self, stack: Stack, cuts: Cuts) -> None:
@@ -190,4 +191,8 @@ def layouts_graph(job: Job, bucket: dict[str, int], *, backward: bool) -> GraphT
     net = AutoParallel(Gradients(stack, cuts) if backward else stack, parallel_mode="semi_auto")
     net.dataset_strategy("full_batch")
     x = ms.Tensor(shape=(sequences * bucket["Q"], config.hidden_size), dtype=ms_dtype(job.demand.dtype), init="zeros")
-    return simulate.compiled_graph(lambda: net.compile(x))
+    what = f"compiling {NUM_LAYERS} layers under Layouts{' with gradients' if backward else ''}"
+    try:
+        return simulate.compiled_graph(lambda: net.compile(x))
+    except RuntimeError as error:
+        raise explain(error, what) from error

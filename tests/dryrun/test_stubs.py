@@ -52,9 +52,7 @@ def test_real_libraries_are_built_once(stubs: StubLibraries, stub_cache):
 def test_real_libraries_define_what_mindspore_wants(stubs: StubLibraries):
     home = stubs.folder / "latest" / "lib64"
     assert {"libascendcl.so", "libhccl.so", "libge_runner.so"} <= {path.name for path in home.iterdir()}
-    listed = subprocess.run(
-        ["nm", "-D", "--defined-only", home / "libopapi.so"], capture_output=True, text=True
-    ).stdout
+    listed = subprocess.run(["nm", "-D", "--defined-only", home / "libopapi.so"], capture_output=True, text=True).stdout
     defined = {line.split()[-1] for line in listed.splitlines()}
     assert len(defined) > 1000
     # linked, looked up by name, put together from one that is, and not CANN's but Python's and libstdc++'s

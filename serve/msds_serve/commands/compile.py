@@ -33,6 +33,12 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--ranks", metavar="R", help="auto (default: the first and last of ranks with equal slices), all, or 0,5,15"
     )
+    command.add_argument(
+        "--layouts",
+        action="store_true",
+        default=None,
+        help="a second opinion: dense layers under MindSpore's AutoParallel, forward and backward",
+    )
     command.add_argument("--cache", metavar="FOLDER", type=Path, help="of the stub libraries; default ~/.cache/msds")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
@@ -47,7 +53,18 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(
             "msds compile needs --dry-run: compiling on NPUs happens when a model is loaded, which is not yet"
         )
-    names = ("plan", "dtype", "max_model_len", "concurrency", "mtp", "steps", "all_buckets", "ranks", "cache")
+    names = (
+        "plan",
+        "dtype",
+        "max_model_len",
+        "concurrency",
+        "mtp",
+        "steps",
+        "all_buckets",
+        "ranks",
+        "cache",
+        "layouts",
+    )
     say = None if options.json else (lambda line: print(line, file=sys.stderr))
     try:
         report = dry_run(DryRunOptions(model=options.model, mesh=options.mesh, **given(options, names)), say)
