@@ -1,4 +1,4 @@
-"""A second opinion: where MindSpore's AutoParallel, given the Layouts of the same plan, communicates otherwise. Host."""
+"""A second opinion: where MindSpore's AutoParallel, given the same plan as Layouts, communicates otherwise. Host code."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from msds.dryrun.job import Job
 from msds.dryrun.opinion import FORWARD, NUM_LAYERS, differences, totals
 from msds.dryrun.ranks import RankReport, StepReport
 from msds.dryrun.roles import Role
-from msds.dryrun.rules import place_of
+from msds.dryrun.rules import place_of, rules
 from msds_graphs.dryrun.ir import Collective
 
 LABEL = "compiled for Ascend without hardware"
@@ -97,7 +97,7 @@ class DryRunReport:
         yield from self._rank_lines()
         yield ""
         for step in self.ranks[0].steps:
-            yield from _step_lines(self.ranks[0], step)
+            yield from _step_lines(job, self.ranks[0], step)
         for role in self.roles:
             yield f"slices of ranks {_ranges(role.ranks)}"
             for path, dtype, shape, whole in _slices(job, role.ranks[0]):
@@ -174,17 +174,23 @@ def _opinion_json(job: Job, rank: RankReport) -> dict[str, Any]:
     }
 
 
-def _step_lines(rank: RankReport, step: StepReport) -> Iterator[str]:
+def _step_lines(job: Job, rank: RankReport, step: StepReport) -> Iterator[str]:
     if step.error is not None:
         return
+    reasons: dict[tuple[Any, ...], list[str]] = {}
+    for rule in rules(job, step.name, step.bucket):
+        key = rule.kind, rank.groups[rule.axis][1], rule.dtype, rule.shape, rule.result
+        reasons.setdefault(key, []).append(rule.what)
     yield f"{step.label}, rank {rank.rank}: {len(step.collectives)} collectives"
     for item in _grouped(rank, step):
         places = _places_text(item["places"])
         arrow = "" if item["shape"] == item["result"] else f" -> {item['result']}"
         size = f"{item['bytes'] / 2**20:.3f} MiB"
+        key = item["kind"], tuple(item["ranks"]), item["dtype"], tuple(item["shape"]), tuple(item["result"])
+        why = ", ".join(dict.fromkeys(reasons.get(key, ["not in the plan"])))
         yield (
             f"  {item['count']:>4} x {item['kind']} over {item['axis']} ({_ranges(item['ranks'])}) of {item['dtype']} "
-            f"{item['shape']}{arrow}, {size}: {places}"
+            f"{item['shape']}{arrow}, {size}: {places} ({why})"
         )
     yield ""
 

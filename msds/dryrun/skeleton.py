@@ -1,8 +1,8 @@
 """The dense skeleton of a model under MindSpore's own AutoParallel: a second opinion on where a plan communicates.
 
-A stack of NUM_LAYERS layers with attention and a dense MLP, of the model's own sizes. Each weight's Layout comes from the same spec
-and rules as the slices of the plan, each product's Layouts from those of its weight; what MindSpore inserts between them
-is its own. Rotation, causality and what is around the layers are left out.
+A stack of NUM_LAYERS layers with attention and a dense MLP, of the model's own sizes. Each weight's Layout comes from
+the same spec and rules as the slices of the plan, each product's Layouts from those of its weight; what MindSpore
+inserts between them is its own. Rotation, causality and what is around the layers are left out.
 
 T = S * Q tokens of all replicas, D hidden, H heads, N features of a head's query and key, V of its value.
 """

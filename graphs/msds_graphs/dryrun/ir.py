@@ -29,7 +29,7 @@ _OTHERS = re.compile(
 """Primitives that communicate in a way this file does not know: reading over them would count too little."""
 _NODE = re.compile(r"\s+%(\w+)\([^)]*\) = (?:PrimFunc_)?(\w+)\(")
 _PARAMETER = re.compile(r"%para\d+_(\S+): <Ref\[Tensor\[(\w+)\]\], \(([\d, ]*)\)")
-_LOADED = re.compile(r"%para\d+_([\w.]+)")
+_OPERAND = re.compile(r"%([\w.]+)")
 _TENSOR = re.compile(r"Tensor\[(\w+)\]\]?>?, \(([\d, ]*)\)")
 _SOURCE = re.compile(r"# In file (\S+?):(\d+)")
 
@@ -39,7 +39,7 @@ class Collective:
     """One collective of a graph.
 
     kind: a value of KINDS. group: the name of its communication group. dtype, shape: what goes in; result: the shape
-    that comes out. after: the Parameter that the graph read last before it, which says in which layer it is. source:
+    that comes out. after: the Parameter that the graph used last before it, which says in which layer it is. source:
     where in the functions it was called, innermost first, as `file:line`. members: the ranks of a group that MindSpore
     made by itself; empty for groups that were made for it, of which it writes the name alone.
     """
@@ -77,13 +77,21 @@ def read_graph(lines: Iterable[str]) -> GraphText:
     """The collectives in the order of the text, and the Parameters. GraphError for communication it does not know."""
     parameters: dict[str, tuple[str, tuple[int, ...]]] = {}
     found: list[Collective] = []
+    values: dict[str, str] = {}  # a node that reads a Parameter -> the Parameter
     after, num_nodes = "", 0
     for head, body in _nodes(lines, parameters):
         match = _NODE.match(head)
         assert match is not None
         num_nodes += 1
-        loaded = [name for name in _LOADED.findall(head.partition(" = ")[2]) if name in parameters]
-        after = loaded[-1] if loaded else after
+        operands = _OPERAND.findall(head[match.end() : _end_of_call(head, match.end())])
+        used = [
+            name
+            for name in (values.get(operand, operand.partition("_")[2]) for operand in operands)
+            if name in parameters
+        ]
+        after = used[-1] if used else after
+        if match[2] == "Load" and used:
+            values[match[1]] = used[0]
         if match[2] in KINDS:
             found.append(_collective(match[2], head, body, after))
         elif _OTHERS.fullmatch(match[2]):
@@ -105,6 +113,12 @@ def _nodes(lines: Iterable[str], parameters: dict[str, tuple[str, tuple[int, ...
             body.append(line)
     if head:
         yield head, body
+
+
+def _end_of_call(head: str, start: int) -> int:
+    """Where the operands end that begin at `start`."""
+    end = head.find(")", start)
+    return len(head) if end < 0 else end
 
 
 def _collective(primitive: str, head: str, body: list[str], after: str) -> Collective:
