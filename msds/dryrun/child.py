@@ -93,7 +93,7 @@ def _layouts(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def _compiled(name: str, bucket: dict[str, int], compile_it: Callable[[], GraphText]) -> dict[str, Any]:
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     try:
         graph, error = compile_it(), None
     except GraphError as fault:
@@ -102,6 +102,7 @@ def _compiled(name: str, bucket: dict[str, int], compile_it: Callable[[], GraphT
         "name": name,
         "bucket": bucket,
         "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
         "num_nodes": graph.num_nodes,
         "parameters": {path: [dtype, list(shape)] for path, (dtype, shape) in graph.parameters.items()},
         "collectives": [asdict(call) for call in graph.collectives],

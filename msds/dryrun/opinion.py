@@ -1,4 +1,4 @@
-"""A second opinion: where MindSpore's AutoParallel, given the same plan as Layouts, communicates otherwise. Host code."""
+"""A second opinion: where MindSpore's AutoParallel, given the plan as Layouts, communicates otherwise. Host code."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ class StepReport:
     name: str
     bucket: Mapping[str, int]
     seconds: float
+    cpu_seconds: float
     num_nodes: int
     parameters: Parameters
     collectives: tuple[Collective, ...]
@@ -84,6 +85,7 @@ def _step(fields: dict[str, Any]) -> StepReport:
         fields["name"],
         fields["bucket"],
         fields["seconds"],
+        fields["cpu_seconds"],
         fields["num_nodes"],
         parameters,
         collectives,

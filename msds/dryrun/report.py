@@ -48,9 +48,9 @@ class DryRunReport:
         label: what this is; passed; model, mesh, plan {dp, tp, ep, pp}, dtype, max_model_len, mtp, soc, seconds
         roles: [{ranks, compiled}]: ranks of equal slices, and those of them that were compiled
         checks: [{step, what, passed, faults: [text]}]
-        ranks: [{rank, groups {axis: [ranks]}, peak_bytes, steps: [{name, bucket, seconds, num_nodes, error,
-            collectives: [{kind, axis, ranks, dtype, shape, result, bytes, count, places {place: count}}]}]}]; bytes: of
-            one of them, the larger of what goes in and comes out
+        ranks: [{rank, groups {axis: [ranks]}, peak_bytes, steps: [{name, bucket, seconds, cpu_seconds, num_nodes,
+            error, collectives: [{kind, axis, ranks, dtype, shape, result, bytes, count, places {place: count}}]}]}];
+            bytes: of one of them, the larger of what goes in and comes out
         layouts: [{rank, steps: [{name, bucket, seconds, error, collectives: [{kind, ranks, count, bytes in all}]}],
             differences: [{place, verdict: more | less, kind, ranks, dtype, shape, result, ours, theirs}]}]: forward
         slices: [{ranks: of a role, weights {path: {dtype, shape, whole}}}], layers of equal slices under one path (*)
@@ -115,7 +115,8 @@ class DryRunReport:
             yield f"- {uncompiled} of {job.shards.ranks} ranks were not compiled: their slices are like those above"
 
     def _rank_lines(self) -> Iterator[str]:
-        yield f"  {'rank':>4}  {'step':<34}{'seconds':>8}{'nodes':>8}{'collectives':>13}{'GB of process':>15}"
+        head = f"{'seconds':>8}{'of CPU':>8}{'nodes':>8}{'collectives':>13}{'GB of process':>15}"
+        yield f"  {'rank':>4}  {'step':<34}{head}"
         for rank in self.ranks:
             for step in rank.steps:
                 peak = f"{rank.peak_bytes / 1e9:.1f}" if step is rank.steps[-1] else ""
@@ -124,7 +125,7 @@ class DryRunReport:
                     if step.error is None
                     else f"{'did not compile':>21}"
                 )
-                yield f"  {rank.rank:>4}  {step.label:<34}{step.seconds:>8.1f}{what}{peak:>15}"
+                yield f"  {rank.rank:>4}  {step.label:<34}{step.seconds:>8.1f}{step.cpu_seconds:>8.1f}{what}{peak:>15}"
 
     def _opinion_lines(self) -> Iterator[str]:
         """MindSpore's AutoParallel on the dense skeleton."""
@@ -205,6 +206,7 @@ def _rank_json(rank: RankReport) -> dict[str, Any]:
                 "name": step.name,
                 "bucket": dict(step.bucket),
                 "seconds": step.seconds,
+                "cpu_seconds": step.cpu_seconds,
                 "num_nodes": step.num_nodes,
                 "error": step.error,
                 "collectives": _grouped(rank, step),

@@ -24,6 +24,7 @@ from msds.errors import MsdsError, OptionError
 from msds.planning.demand import resolve_model
 from msds.planning.search import rank_plans
 from msds_graphs.dryrun.stubs import SOCS, StubLibraries, stub_libraries
+from msds_graphs.mesh import Mesh
 
 _NOISE = ('whl package "te"', "No module named 'te'")
 """MindSpore says on every start that it misses a part of CANN that compiling does not use."""
@@ -90,6 +91,8 @@ def dry_run(options: DryRunOptions, progress: Callable[[str], None] | None = Non
 
 def make_job(options: DryRunOptions) -> Job:
     """The checked job for rank 0; raises as `dry_run`."""
+    if Mesh.parse(options.mesh).hardware.kind not in SOCS:
+        raise OptionError(f"mesh {options.mesh} has no NPU to compile for: use a2:N or a3:N")
     mtp = options.mtp
     if mtp is None:
         mtp = min(1, getattr(resolve_model(options.model), "num_nextn_predict_layers", 0))
@@ -126,15 +129,15 @@ def _best_plan(job: Job) -> str:
     )
 
 
-def compile_rank(job: Job, stubs: StubLibraries) -> RankReport:
-    """Compile the job in a process of its own."""
+def compile_rank(job: Job, stubs: StubLibraries, child: str = "msds.dryrun.child") -> RankReport:
+    """Compile the job in a process of its own, which runs the module `child`."""
     environment = stubs.environment(
         {**os.environ, "GLOG_v": "3", "PYTHONPATH": os.pathsep.join(_roots())},
         soc=SOCS[job.demand.mesh.hardware.kind],
         rank=job.rank,
         ranks=job.shards.ranks,
     )
-    command = [sys.executable, "-m", "msds.dryrun.child"]
+    command = [sys.executable, "-m", child]
     # MindSpore leaves files where it runs when a graph does not compile
     with tempfile.TemporaryDirectory(prefix="msds-dryrun-") as folder:
         done = subprocess.run(
