@@ -40,12 +40,17 @@ class DeclaredModel:
     functions: ModuleType
     plan: Plan
     params: Tree
+    cache: Tree
     dtype: str
 
     @property
     def allowed_vocab(self) -> int:
         """Without a tokenizer every token of the model is allowed."""
         return self.config.vocab_size
+
+    def cache_spec(self, num_blocks: int, block_size: int) -> Tree:
+        """The declared cache itself: what is bound already stays as it is."""
+        return self.cache
 
 
 def compile_job(job: Job) -> dict[str, Any]:
@@ -68,7 +73,8 @@ def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
     demand = job.demand
     functions = model_functions(demand.config)
     params = simulate.declare(job.local_weights(), "params")
-    model = DeclaredModel(demand.config, functions, Plan(ranks=ranks), params, demand.dtype)
+    cache = simulate.declare(job.local_cache(), "cache")
+    model = DeclaredModel(demand.config, functions, Plan(ranks=ranks), params, cache, demand.dtype)
     prefill, decode = job.ladders
     runner = Runner(
         cast(Model, model),
@@ -77,7 +83,6 @@ def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
         prefill_buckets=prefill,
         decode_buckets=decode,
         num_drafts=job.mtp,
-        cache=simulate.declare(job.local_cache(), "cache"),
     )
     for name in job.steps:
         for bucket in job.buckets(name):

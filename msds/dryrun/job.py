@@ -10,11 +10,12 @@ from msds.config import DeepseekConfig
 from msds.engine.ladder import step_ladders
 from msds.errors import OptionError
 from msds.models.specs import model_specs
+from msds.models.specs.parts import local_specs, rank_parts
 from msds.models.specs.rules import check_plan
 from msds.planning.demand import DTYPES, Demand, make_demand
+from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import Shard, ShardPlan, rank_shards
-from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
+from msds_graphs.trees import Tree
 
 STEPS = ("prefill", "prefill with all logits", "decode", "draft")
 
@@ -99,25 +100,23 @@ class Job:
         return found if self.all_buckets else found[-1:]
 
     def weights(self, rank: int) -> dict[str, Shard]:
-        """Path -> slice of the derived tree that a rank holds."""
+        """Path -> slice of the derived tree that the plan gives a rank."""
         tree = model_specs(self.demand.config).derived_spec(self.demand.config, self.demand.dtype)
         return rank_shards(tree, self.demand.rules, self.shards, rank)
 
     def local_weights(self) -> Tree:
-        """The derived spec tree with the shapes of this rank's slices."""
-        tree = model_specs(self.demand.config).derived_spec(self.demand.config, self.demand.dtype)
-        return self._local(tree)
+        """The derived spec tree with the shapes that this rank loads."""
+        demand = self.demand
+        return self._local(model_specs(demand.config).derived_spec(demand.config, demand.dtype))
 
     def local_cache(self) -> Tree:
-        """The cache's spec tree with the shapes of this rank's slices."""
+        """The cache's spec tree with the shapes that this rank allocates."""
         demand = self.demand
         specs = model_specs(demand.config)
         return self._local(specs.cache_spec(demand.config, self.num_blocks, demand.engine.block_size, demand.dtype))
 
     def _local(self, tree: Tree) -> Tree:
-        structure = tree_flatten(tree)[1]
-        held = rank_shards(tree, self.demand.rules, self.shards, self.rank)
-        return tree_unflatten(structure, [ArraySpec(held[path].shape, held[path].dtype) for path in structure.paths()])
+        return local_specs(tree, rank_parts(tree, self.demand.config, Ranks(self.shards, self.rank, native=True)))
 
 
 def check_job(job: Job) -> None:

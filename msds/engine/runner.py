@@ -17,7 +17,6 @@ import numpy.typing as npt
 from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, prev_hidden
 from msds_graphs.buckets import choose_bucket
 from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
     from msds.model import Model
@@ -57,17 +56,13 @@ class Runner:
         prefill_buckets: Sequence[dict[str, int]],
         decode_buckets: Sequence[dict[str, int]],
         num_drafts: int = 0,
-        cache: Tree | None = None,
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
 
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        if cache is None:
-            spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
-            cache = bind(spec, fresh_prefix("cache"))
-        self.cache = cache
+        self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
