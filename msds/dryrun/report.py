@@ -15,6 +15,7 @@ from msds.dryrun.opinion import FORWARD, NUM_LAYERS, differences, totals
 from msds.dryrun.ranks import RankReport, StepReport
 from msds.dryrun.roles import Role
 from msds.dryrun.rules import place_of, rules
+from msds.planning.search import evaluate
 from msds_graphs.dryrun.ir import Collective
 
 LABEL = "compiled for Ascend without hardware"
@@ -110,6 +111,10 @@ class DryRunReport:
             yield from (f"     {fault}" for fault in check.faults)
         yield ""
         yield f"- {MEANING}"
+        planned = evaluate(job.demand, job.shards).memory
+        if planned is not None:
+            size = f"{planned.needed / 2**30:.1f} GiB of {planned.budget / 2**30:.1f} on the fullest rank"
+            yield f"- the planner's estimate of memory: {size}, it {'fits' if planned.fits else 'DOES NOT FIT'}"
         uncompiled = job.shards.ranks - len(self.ranks)
         if uncompiled:
             yield f"- {uncompiled} of {job.shards.ranks} ranks were not compiled: their slices are like those above"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from msds_graphs.dryrun.stubs import StubLibraries, stub_libraries
-from msds_graphs.dryrun.symbols import TOOLS
+from msds_graphs.dryrun.symbols import TOOLS, mindspore_package
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,9 @@ def stub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: stub libraries are made with them")
+    package, version = mindspore_package()
+    if not (package / "lib" / "plugin" / "libmindspore_ascend.so.2").is_file():
+        pytest.skip(f"mindspore {version} as installed has no Ascend plug-in to compile with")
     return tmp_path_factory.mktemp("stubs")
 
 
