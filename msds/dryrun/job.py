@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from msds.config import DeepseekConfig
@@ -101,8 +101,7 @@ class Job:
 
     def weights(self, rank: int) -> dict[str, Shard]:
         """Path -> slice of the derived tree that the plan gives a rank."""
-        tree = model_specs(self.demand.config).derived_spec(self.demand.config, self.demand.dtype)
-        return rank_shards(tree, self.demand.rules, self.shards, rank)
+        return _planned_slices(self, rank)
 
     def local_weights(self) -> Tree:
         """The derived spec tree with the shapes that this rank loads."""
@@ -117,6 +116,12 @@ class Job:
 
     def _local(self, tree: Tree) -> Tree:
         return local_specs(tree, rank_parts(tree, self.demand.config, Ranks(self.shards, self.rank, native=True)))
+
+
+@lru_cache(maxsize=16)
+def _planned_slices(job: Job, rank: int) -> dict[str, Shard]:
+    tree = model_specs(job.demand.config).derived_spec(job.demand.config, job.demand.dtype)
+    return rank_shards(tree, job.demand.rules, job.shards, rank)
 
 
 def check_job(job: Job) -> None:

@@ -23,23 +23,27 @@ def jobs(tmp_path_factory):
     return {plan: tiny_job(model, "a2:4", plan) for plan in PLANS}
 
 
+@pytest.fixture(scope="module")
+def made(jobs):
+    """What all ranks of each plan would report."""
+    return {plan: [made_report(job, rank) for rank in range(4)] for plan, job in jobs.items()}
+
+
 def faults(job, reports):
     return {(check.step.split(" [")[0], check.what): check.faults for check in checks(job, reports) if not check.passed}
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_nothing_is_found_where_nothing_is_wrong(jobs, plan):
-    job = jobs[plan]
-    reports = [made_report(job, rank) for rank in range(4)]
+def test_nothing_is_found_where_nothing_is_wrong(jobs, made, plan):
+    job, reports = jobs[plan], made[plan]
     assert faults(job, reports) == {}
     assert len(list(checks(job, reports))) == 4 * len(job.steps)
     assert all(step.collectives for report in reports for step in report.steps)
 
 
 @given(st.sampled_from(PLANS), st.integers(0, 3), st.integers(0, 2), st.integers(0, 1 << 30))
-def test_a_missing_collective_is_found(jobs, plan, rank, index, choice):
-    job = jobs[plan]
-    reports = [made_report(job, each) for each in range(4)]
+def test_a_missing_collective_is_found(jobs, made, plan, rank, index, choice):
+    job, reports = jobs[plan], list(made[plan])
     step = reports[rank].steps[index]
     calls = list(step.collectives)
     lost = calls.pop(choice % len(calls))
@@ -52,11 +56,10 @@ def test_a_missing_collective_is_found(jobs, plan, rank, index, choice):
 
 
 @given(st.sampled_from(PLANS), st.integers(0, 2), st.integers(0, 1 << 30))
-def test_a_collective_too_many_on_all_ranks_is_found(jobs, plan, index, choice):
+def test_a_collective_too_many_on_all_ranks_is_found(jobs, made, plan, index, choice):
     job = jobs[plan]
     reports = []
-    for rank in range(4):
-        report = made_report(job, rank)
+    for report in made[plan]:
         calls = report.steps[index].collectives
         reports.append(with_step(report, index, collectives=(*calls, calls[choice % len(calls)])))
     found = faults(job, reports)
@@ -65,9 +68,8 @@ def test_a_collective_too_many_on_all_ranks_is_found(jobs, plan, index, choice):
 
 
 @given(st.sampled_from(PLANS), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_another_order_on_one_rank_is_found(jobs, plan, rank, shuffle: random.Random):
-    job = jobs[plan]
-    reports = [made_report(job, each) for each in range(4)]
+def test_another_order_on_one_rank_is_found(jobs, made, plan, rank, shuffle: random.Random):
+    job, reports = jobs[plan], list(made[plan])
     calls = list(reports[rank].steps[0].collectives)
     shuffle.shuffle(calls)
     axes = reports[rank].axes

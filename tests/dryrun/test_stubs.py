@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -95,10 +96,11 @@ def test_what_a_killed_build_left_goes_with_the_next(quick, tmp_path):
 
 
 def test_two_that_want_it_at_once_build_it_once(quick, tmp_path, monkeypatch):
-    build, inside = stubs._build, threading.Barrier(2)
+    build, inside = stubs._build, threading.Event()
 
     def slow(folder, wanted):
-        inside.wait(10)  # the other one is in stub_libraries too
+        inside.set()
+        time.sleep(0.3)  # the other one would build too, if nothing held it back
         build(folder, wanted)
 
     monkeypatch.setattr(stubs, "_build", slow)
