@@ -264,7 +264,10 @@ class Compiled:
         return export_step(step.call, self._tensors_of(self._layout.filler(planned)), Path(path), self.name)
 
     def check(self, bucket: Mapping[str, int] | None = None) -> None:
-        """Compiles the bucket and keeps nothing of it: for processes in which MindSpore runs no graph (dry runs)."""
+        """Compiles the bucket and keeps nothing of it: for dry runs, in whose processes MindSpore runs no graph.
+
+        In any other it runs once on fill values, as in warm_up.
+        """
         planned = self._planned(bucket)
         self._call(self._make(planned), planned, list(self._layout.filler(planned)))
 
