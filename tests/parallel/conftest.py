@@ -95,5 +95,5 @@ def _launch(folder: Path, size: int) -> None:
             job.wait(20)
             raise
     if code != 0:
-        tails = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(logs.glob("worker_*"))]
+        tails = [f"{path.name}:\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(logs.glob("worker_*"))]
         pytest.fail(f"a job of {size} processes ended with {code}\n" + "\n".join(tails))
