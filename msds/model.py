@@ -230,10 +230,10 @@ def load(
 
     dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
     False never. plan: implementation per op, default the portable ones. ranks: load only the part of this rank of a
-    ShardPlan, from any checkpoint of the whole model; the default is all of it. Collectives then need `create_groups`.
-    placements: which rank of `ep` holds which experts, one per MoE layer, the default runs of them. check_sha256: read every file once more and
-    compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or raise, False never.
-    progress: show a bar; None on a terminal.
+    ShardPlan, from any checkpoint of the whole model; its collectives need `create_groups`. None: all on one rank.
+    placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
+    file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
+    raise, False never. progress: show a bar; None on a terminal.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     folder = Path(path)

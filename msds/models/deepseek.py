@@ -204,7 +204,7 @@ def _write_mtp_entries(
     config: DeepseekConfig,
     plan: Plan,
 ) -> tuple[Params, ...]:
-    """The MTP pages with the first layer's entries of the batch's tokens [S, Q]; hidden [S, Q, D] are their own states."""
+    """The MTP pages with the first layer's entries of `tokens` [S, Q]; hidden [S, Q, D] are their own states."""
     layer = params["mtp"][0]
     before = batch["prev_hidden"].expand_dims(1).astype(hidden.dtype)
     if hidden.shape[1] > 1:
