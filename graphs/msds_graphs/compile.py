@@ -263,6 +263,14 @@ class Compiled:
         step = self._make(planned)
         return export_step(step.call, self._tensors_of(self._layout.filler(planned)), Path(path), self.name)
 
+    def check(self, bucket: Mapping[str, int] | None = None) -> None:
+        """Compiles the bucket and keeps nothing of it: for dry runs, in whose processes MindSpore runs no graph.
+
+        In any other it runs once on fill values, as in warm_up.
+        """
+        planned = self._planned(bucket)
+        self._call(self._make(planned), planned, list(self._layout.filler(planned)))
+
     def _planned(self, bucket: Mapping[str, int] | None) -> Bucket:
         """The planned bucket that is meant; None means the only one."""
         wanted = self.buckets[0] if bucket is None and len(self.buckets) == 1 else Bucket(bucket or {})

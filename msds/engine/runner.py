@@ -62,8 +62,7 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
-        self.cache = bind(spec, fresh_prefix("cache"))
+        self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
@@ -93,6 +92,12 @@ class Runner:
         from msds_graphs.counter import compile_count
 
         return compile_count()
+
+    @property
+    def steps(self) -> dict[str, Compiled]:
+        """The compiled steps by name."""
+        steps = (self._prefill, self._prefill_all, self._decode, self._draft)
+        return {step.name: step for step in steps if step is not None}
 
     def warm_up(self, progress: Callable[[str], None] | None = print) -> None:
         """Compile every planned prefill and decode bucket, printing a table. Prompt log-probabilities compile apart."""

@@ -17,6 +17,7 @@ from msds_serve.commands import (
     add_command,
     add_model,
     clients,
+    compile,
     convert,
     doctor,
     evaluate,
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add(commands)
     clients.add(commands)
     plan.add(commands)
+    compile.add(commands)
     doctor.add(commands)
     train.add(commands)
     reinforce.add(commands)

@@ -1,0 +1,1 @@
+"""Compiling for Ascend without hardware: stub libraries, a process that compiles and never computes, what it read."""

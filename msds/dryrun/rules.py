@@ -1,0 +1,114 @@
+"""What a plan says about communication: which collectives each layer of each step has, before anything is compiled.
+
+Host code. T = S * Q tokens of a replica's step, D hidden, V vocabulary; padded to equal parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from msds.config import DeepseekConfig
+from msds.dryrun.job import STEPS, Job
+from msds.errors import OptionError
+
+ENDS = ("ends",)
+"""Before the first layer and after the last."""
+_LAYER = re.compile(r"^(?:params\.|stack\.)?((?:layers|mtp)\.\d+)\.")
+
+
+def place_of(parameter: str) -> str:
+    """Where a collective is, by the Parameter that was used last before it: `layers.3`, `mtp.0` or `ends`."""
+    match = _LAYER.match(parameter)
+    return match[1] if match else ENDS[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """`count` collectives of one kind at each of `places`. shape: what goes in on each rank; result: what comes out."""
+
+    what: str
+    kind: str
+    axis: str
+    dtype: str
+    shape: tuple[int, ...]
+    result: tuple[int, ...]
+    places: tuple[str, ...]
+    count: int = 1
+
+
+def rules(job: Job, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
+    """The collectives of a step, those of groups of one rank included; OptionError for a step without rules."""
+    if step == "draft":
+        return tuple(
+            rule for _ in range(job.mtp) for rule in _pass(job, bucket, ("mtp.0",), rows=1, with_entries=False)
+        )
+    if step not in STEPS:
+        raise OptionError(f"step {step!r} has no rules of communication: write them in {__name__}")
+    layers = tuple(f"layers.{index}" for index in range(job.demand.config.num_hidden_layers))
+    rows = 1 if step == "prefill" else bucket["Q"]
+    return tuple(_pass(job, bucket, layers, rows=rows, with_entries=job.mtp > 0))
+
+
+def dense_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> tuple[Rule, ...]:
+    """Two sums per layer: the ranks of a replica have cut heads and MLP widths, and each has a share of every token."""
+    return tuple(_sum(job, bucket, what, layers) for what in ("heads", "MLP"))
+
+
+def _pass(
+    job: Job, bucket: Mapping[str, int], layers: tuple[str, ...], *, rows: int, with_entries: bool
+) -> Iterator[Rule]:
+    """Embedding, layers and head. rows: of logits per sequence. with_entries: the MTP layer's cache is written too."""
+    yield _sum(job, bucket, "embedding", ENDS)  # each rank has some rows of the table
+    if with_entries:
+        yield _sum(job, bucket, "embedding of MTP entries", ENDS)
+    experts = tuple(layer for layer in layers if _is_moe(job, layer))
+    yield from dense_rules(job, bucket, layers)
+    if experts:
+        yield from _expert_rules(job, bucket, experts)
+    part = -(-job.demand.config.vocab_size // job.shards.tp)
+    rows = bucket["S"] * min(rows, bucket["Q"])
+    yield Rule(
+        what="logits of the vocabulary",
+        kind="all_gather",
+        axis="tp",
+        dtype="float32",
+        shape=(part, rows),
+        result=(part * job.shards.tp, rows),
+        places=ENDS,
+    )
+
+
+def _expert_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> Iterator[Rule]:
+    """Replicas share experts: all see the tokens of all, and each gets the sums of its own back.
+
+    What the ranks of a replica add up to is the layer's sum over tp, shared experts included.
+    """
+    config, dp, tokens = job.demand.config, job.shards.dp, bucket["S"] * bucket["Q"]
+    assert isinstance(config, DeepseekConfig)
+    own, whole = (tokens, config.hidden_size), (dp * tokens, config.hidden_size)
+    chosen = 2 * config.num_experts_per_tok  # ids and weights, side by side
+
+    def rule(what: str, kind: str, dtype: str, shape: tuple[int, int], result: tuple[int, int]) -> Rule:
+        return Rule(what=what, kind=kind, axis="dp", dtype=dtype, shape=shape, result=result, places=layers)
+
+    yield rule("tokens to experts", "all_gather", job.demand.dtype, own, whole)
+    yield rule("their routing", "all_gather", "float32", (tokens, chosen), (dp * tokens, chosen))
+    yield rule("experts to tokens", "reduce_scatter", job.demand.dtype, whole, own)
+
+
+def _sum(job: Job, bucket: Mapping[str, int], what: str, places: tuple[str, ...]) -> Rule:
+    """A sum over the ranks of a replica, of every token."""
+    shape = (bucket["S"] * bucket["Q"], job.demand.config.hidden_size)
+    return Rule(
+        what=what, kind="all_reduce", axis="tp", dtype=job.demand.dtype, shape=shape, result=shape, places=places
+    )
+
+
+def _is_moe(job: Job, layer: str) -> bool:
+    config = job.demand.config
+    if not isinstance(config, DeepseekConfig):
+        return False
+    kind, _, index = layer.partition(".")
+    return config.n_routed_experts > 0 if kind == "mtp" else config.is_moe_layer(int(index))

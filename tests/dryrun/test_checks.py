@@ -1,0 +1,138 @@
+"""What the checks find, on reports made from the rules: nothing where nothing is changed, and any single change."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msds.dryrun.checks import MAX_FAULTS, checks
+from msds.dryrun.rules import place_of
+from tests.dryrun.made import config_file, made_report, tiny_job, with_step
+from tests.reference.variants import LLAMA
+
+PLANS = ("dp2.tp2.ep4", "tp4.ep2", "dp4.ep4", "tp4", "dp2.tp2")
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    model = config_file(tmp_path_factory.mktemp("tiny"))
+    return {plan: tiny_job(model, "a2:4", plan) for plan in PLANS}
+
+
+@pytest.fixture(scope="module")
+def made(jobs):
+    """What all ranks of each plan would report."""
+    return {plan: [made_report(job, rank) for rank in range(4)] for plan, job in jobs.items()}
+
+
+def faults(job, reports):
+    return {(check.step.split(" [")[0], check.what): check.faults for check in checks(job, reports) if not check.passed}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nothing_is_found_where_nothing_is_wrong(jobs, made, plan):
+    job, reports = jobs[plan], made[plan]
+    assert faults(job, reports) == {}
+    assert len(list(checks(job, reports))) == 4 * len(job.steps)
+    assert all(step.collectives for report in reports for step in report.steps)
+
+
+@given(st.sampled_from(PLANS), st.integers(0, 3), st.integers(0, 2), st.integers(0, 1 << 30))
+def test_a_missing_collective_is_found(jobs, made, plan, rank, index, choice):
+    job, reports = jobs[plan], list(made[plan])
+    step = reports[rank].steps[index]
+    calls = list(step.collectives)
+    lost = calls.pop(choice % len(calls))
+    reports[rank] = with_step(reports[rank], index, collectives=tuple(calls))
+    found = faults(job, reports)
+    assert set(found) == {(step.name, "all ranks communicate alike"), (step.name, "communicates as the plan says")}
+    (text,) = found[step.name, "communicates as the plan says"]
+    assert text.startswith(f"rank {rank}, {place_of(lost.after)}: ")
+    assert lost.kind in text
+
+
+@given(st.sampled_from(PLANS), st.integers(0, 2), st.integers(0, 1 << 30))
+def test_a_collective_too_many_on_all_ranks_is_found(jobs, made, plan, index, choice):
+    job = jobs[plan]
+    reports = []
+    for report in made[plan]:
+        calls = report.steps[index].collectives
+        reports.append(with_step(report, index, collectives=(*calls, calls[choice % len(calls)])))
+    found = faults(job, reports)
+    assert set(found) == {(reports[0].steps[index].name, "communicates as the plan says")}  # they do agree
+    assert len(next(iter(found.values()))) == 4
+
+
+@given(st.sampled_from(PLANS), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_another_order_on_one_rank_is_found(jobs, made, plan, rank, shuffle: random.Random):
+    job, reports = jobs[plan], list(made[plan])
+    calls = list(reports[rank].steps[0].collectives)
+    shuffle.shuffle(calls)
+    axes = reports[rank].axes
+    same = [(axes[call.group], *call.signature) for call in calls] == [
+        (axes[call.group], *call.signature) for call in reports[rank].steps[0].collectives
+    ]
+    reports[rank] = with_step(reports[rank], 0, collectives=tuple(calls))
+    found = faults(job, reports)
+    assert set(found) == (set() if same else {("prefill", "all ranks communicate alike")})
+
+
+def test_a_wrong_slice_is_named(jobs):
+    job = jobs["tp4"]
+    report = made_report(job, 0)
+    path = "layers.0.self_attn.q_b_proj.weight"
+    held = dict(report.steps[1].parameters) | {path: ("bfloat16", (96, 24))}
+    found = faults(job, [with_step(report, 1, parameters=held)])
+    assert found == {
+        ("decode", "holds its slices of the weights"): (
+            f"rank 0: {path} is [96, 24] in the graph, the plan gives [24, 24]",
+        )
+    }
+
+
+def test_a_step_that_did_not_compile_is_only_that(jobs):
+    job = jobs["tp4"]
+    reports = [made_report(job, 0), with_step(made_report(job, 1), 0, collectives=(), error="no")]
+    assert faults(job, reports) == {("prefill", "compiles"): ("rank 1: no",)}
+    reports[0] = with_step(reports[0], 0, collectives=(), error="no")
+    assert faults(job, reports) == {("prefill", "compiles"): ("rank 0: no", "rank 1: no")}
+
+
+def test_many_faults_are_cut_short(jobs):
+    job = jobs["tp4"]
+    report = made_report(job, 0)
+    held = {path: (dtype, (1, *shape)) for path, (dtype, shape) in report.steps[0].parameters.items()}
+    (found,) = faults(job, [with_step(report, 0, parameters=held)]).values()
+    assert len(found) == MAX_FAULTS + 1
+    assert found[-1] == f"and {len(held) - MAX_FAULTS} more"
+
+
+def test_rules_by_hand(tmp_path):
+    """Two sums per layer, one of the embedding, one gather of logits; with replicas three more per MoE layer."""
+    job = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2.ep4", mtp=0)
+    kinds = [(call.kind, call.shape) for call in made_report(job, 0).steps[0].collectives]
+    chunk = job.buckets("prefill")[0]["Q"]
+    assert kinds.count(("all_reduce", (chunk, 64))) == 1 + 2 * 3
+    assert kinds.count(("all_gather", (chunk, 64))) == kinds.count(("reduce_scatter", (2 * chunk, 64))) == 2
+    assert kinds.count(("all_gather", (chunk, 6))) == 2
+    assert kinds.count(("all_gather", (256, 1))) == 1
+    assert len(kinds) == 1 + 6 + 6 + 1
+
+
+def test_rules_of_a_dense_family(tmp_path):
+    job = tiny_job(config_file(tmp_path, LLAMA, vocab_size=509), "a2:2", "tp2")
+    kinds = [(call.kind, call.result) for call in made_report(job, 1).steps[1].collectives]
+    texts = job.buckets("decode")[0]["S"]
+    assert kinds == [("all_reduce", (texts, 64))] * (1 + 2 * 2) + [("all_gather", (510, texts))]
+    assert job.steps == ("prefill", "decode")
+
+
+def test_drafts_repeat_their_rules(tmp_path):
+    model = config_file(tmp_path)
+    once, twice = (made_report(tiny_job(model, "a2:4", "tp4", mtp=mtp), 0).steps[-1] for mtp in (1, 2))
+    assert len(twice.collectives) == 2 * len(once.collectives)
+    assert replace(once.collectives[0]) == twice.collectives[0]
