@@ -227,8 +227,8 @@ class Engine:
         )
 
     def _prefill(self, step: PrefillStep[GenerationSequence]) -> Deltas:
-        result = self.runner.prefill([_row(step.row)], all_logits=_wants_all_logits(step))
-        return self._take(step, result, [[]])
+        result = self.runner.prefill([_row(row) for row in step.rows], all_logits=any(map(_wants_prompt, step.rows)))
+        return self._take(step, result, [[] for _ in step.rows])
 
     def _decode(self, step: DecodeStep[GenerationSequence]) -> Deltas:
         """One round: draft where that pays, compute last tokens and drafts together, sample."""
@@ -271,10 +271,10 @@ class Engine:
             if not result.is_finite[index, : row.num_tokens].all():
                 deltas.append(self._break(sequence))
                 continue
-            if _wants_all_logits(step):
+            if isinstance(step, PrefillStep) and _wants_prompt(row):
                 _take_prompt_logprobs(sequence, row, result.logits[index])
             last = min(row.num_tokens, result.logits.shape[1]) - 1  # one row of logits: that of the last token
-            sequence.keep_hidden(row.end - 1, result.hidden[index, last])
+            sequence.keep_hidden(row.end - 1, result.hidden[index, row.num_tokens - 1])
             if row.samples:
                 due.append(_Due(index, row, last, drafts[index]))
         place = 0
@@ -336,8 +336,9 @@ def _row(row: ScheduledRow[GenerationSequence], drafts: Sequence[int] = ()) -> R
     return Row(tokens, row.start, sequence.block_table, sequence.hidden_of(row.start - 1))
 
 
-def _wants_all_logits(step: Step[GenerationSequence]) -> bool:
-    return isinstance(step, PrefillStep) and step.row.sequence.params.prompt_logprobs is not None
+def _wants_prompt(row: ScheduledRow[GenerationSequence]) -> bool:
+    """Whether log-probabilities of the prompt are asked for."""
+    return row.sequence.params.prompt_logprobs is not None
 
 
 def _take_prompt_logprobs(

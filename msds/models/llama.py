@@ -63,7 +63,7 @@ def prefill(
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
-    likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
+    [S, Q, D] and is_finite [S, Q] of all its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
     x = embed(params, batch["tokens"])
     rope = _rope(config, batch["positions"])
