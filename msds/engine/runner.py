@@ -156,10 +156,9 @@ class Runner:
         )
 
     def _compile_head(self) -> Compiled:
-        from msds.models.ends import head
         from msds_graphs.compile import compile
 
-        config = self.model.config
+        config, head = self.model.config, self.model.functions.head
 
         def step(params, donated, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return head(params, batch["hidden"].astype(params["norm"]["weight"].dtype), config), donated

@@ -79,10 +79,10 @@ S = TypeVar("S", bound=Schedulable)
 class SchedulerPolicy:
     """How the scheduler decides.
 
-    max_num_seqs: sequences that hold blocks at the same time. chunk_sizes: token counts that a chunk of one sequence may
-    be padded to. shared: which chunks of several sequences may be one prefill step, None for none. max_waiting: bound
-    of the queue, None for no bound. max_overtakes: how many sequences may start before the one that has waited longest. max_preemptions: how often a
-    sequence gives up its blocks to others before it is protected.
+    max_num_seqs: sequences that hold blocks at the same time. chunk_sizes: token counts that a chunk of one sequence
+    may be padded to. shared: which chunks of several sequences may be one prefill step, None for none. max_waiting:
+    bound of the queue, None for no bound. max_overtakes: how many sequences may start before the one that has waited
+    longest. max_preemptions: how often a sequence gives up its blocks to others before it is protected.
     """
 
     max_num_seqs: int

@@ -20,6 +20,7 @@ from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, final_hidden, outputs, traced
+from msds.models.ends import head as head
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds.models.specs.deepseek import cache_spec as cache_spec
 from msds.models.specs.deepseek import derive as derive

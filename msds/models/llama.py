@@ -10,6 +10,7 @@ from mindspore import Tensor
 
 from msds.config import LlamaConfig
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
+from msds.models.ends import head as head
 from msds.models.rotary import rotary_constants
 from msds.models.specs.llama import cache_spec as cache_spec
 from msds.models.specs.llama import derive as derive

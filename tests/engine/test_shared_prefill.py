@@ -37,6 +37,15 @@ def test_a_long_chunk_is_a_step_of_its_own() -> None:
     assert history(world_of(150, 5, 5), 9) == ["p0", "p1,2", "p0", "p0"]
 
 
+def test_a_step_takes_no_more_rows_than_pay() -> None:
+    """Five rows padded to eight would cost more than twice two and one alone."""
+    shared = SharedPrefill(rows=(2, 8), tokens=64, context=128)
+    world = world_of(*[60] * 5, chunk_sizes=(64,), shared=shared)
+    assert history(world, 9) == ["p0,1", "p2,3", "p4"]
+    world = world_of(*[60] * 7, chunk_sizes=(64,), shared=shared)
+    assert history(world, 9) == ["p0,1,2,3,4,5,6"]
+
+
 def test_nobody_is_overtaken_for_the_sake_of_sharing() -> None:
     """The long prompt is next, so the short ones behind it do not share the first step: they could take its place."""
     world = world_of(5, 60, 5, 5, max_num_seqs=2)
