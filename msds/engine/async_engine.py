@@ -185,7 +185,7 @@ class AsyncEngine:
             pass
 
     def _deliver(self) -> None:
-        """Wake each event loop once for all that it is to hear: every wake-up takes turns with it for the interpreter."""
+        """Wake each event loop once for all that it is to hear: each wake-up contends with it for the interpreter."""
         waiting: dict[asyncio.AbstractEventLoop, list[tuple[Updates, Update]]] = {}
         for loop, updates, update in self._outbox:
             waiting.setdefault(loop, []).append((updates, update))
