@@ -79,13 +79,13 @@ def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, 
     tables = np.zeros((len(rows), int(sizes.max())), np.int32)
     for index, row in enumerate(rows):
         tables[index, : sizes[index]] = row.block_table
-    index = np.arange(tables.shape[1])
+    column = np.arange(tables.shape[1])
     used = -(-lens // block_size)
-    wrong = ((index < sizes[:, None]) & ((tables < 1) | (tables >= num_cache_blocks))).any(1) | (used > sizes)
+    wrong = ((column < sizes[:, None]) & ((tables < 1) | (tables >= num_cache_blocks))).any(1) | (used > sizes)
     if wrong.any():
         row = rows[int(wrong.argmax())]
         raise RuntimeError(f"block table {row.block_table} cannot hold {row.context_len} tokens")
-    tables = np.where(index < used[:, None], tables, 0)[:, : used.max()]
+    tables = np.where(column < used[:, None], tables, 0)[:, : used.max()]
     places = np.arange(counts.max(), dtype=np.int32)
     is_real = places < counts[:, None]
     positions = np.where(is_real, starts[:, None] + places, 0)
