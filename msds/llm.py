@@ -12,7 +12,7 @@ import numpy as np
 
 from msds.config import ModelConfig, read_config
 from msds.engine.engine import Engine
-from msds.engine.ladder import step_ladders
+from msds.engine.ladder import shared_prefill, step_ladders
 from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
@@ -217,7 +217,10 @@ class LLM:
         )
         chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
         policy = SchedulerPolicy(
-            max_num_seqs=options.max_num_seqs, chunk_sizes=chunk_sizes, max_waiting=options.max_waiting
+            max_num_seqs=options.max_num_seqs,
+            chunk_sizes=chunk_sizes,
+            shared=shared_prefill(prefill_buckets, options.block_size),
+            max_waiting=options.max_waiting,
         )
         speculation = Speculation(num_drafts) if num_drafts else None
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 from msds.config import DeepseekConfig
 from msds.engine.ladder import step_ladders
+from msds.engine.runner import HEAD_ROWS
 from msds.errors import OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.parts import local_specs, rank_parts
@@ -17,7 +19,7 @@ from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import Shard, ShardPlan, rank_shards
 from msds_graphs.trees import Tree
 
-STEPS = ("prefill", "prefill with all logits", "decode", "draft")
+STEPS = ("prefill", "decode", "draft", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +97,13 @@ class Job:
     def buckets(self, step: str) -> tuple[dict[str, int], ...]:
         """Those of a step that this job compiles: the largest, or all."""
         prefill, decode = self.ladders
-        single = tuple(bucket for bucket in decode if bucket["Q"] == 1)
-        found = prefill if step.startswith("prefill") else single if step == "draft" else decode
-        return found if self.all_buckets else found[-1:]
+        found = {
+            "prefill": prefill,
+            "decode": decode,
+            "draft": tuple(bucket for bucket in decode if bucket["Q"] == 1),
+            "head": ({"T": HEAD_ROWS},),
+        }[step]
+        return found if self.all_buckets else (max(found, key=_size),)
 
     def weights(self, rank: int) -> dict[str, Shard]:
         """Path -> slice of the derived tree that the plan gives a rank."""
@@ -122,6 +128,11 @@ class Job:
 def _planned_slices(job: Job, rank: int) -> dict[str, Shard]:
     tree = model_specs(job.demand.config).derived_spec(job.demand.config, job.demand.dtype)
     return rank_shards(tree, job.demand.rules, job.shards, rank)
+
+
+def _size(bucket: Mapping[str, int]) -> tuple[int, ...]:
+    """Tokens of a bucket, then blocks of context."""
+    return bucket.get("T", 0) or bucket["S"] * bucket["Q"], bucket.get("B", 0)
 
 
 def check_job(job: Job) -> None:

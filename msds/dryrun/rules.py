@@ -46,6 +46,8 @@ def rules(job: Job, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
         )
     if step not in STEPS:
         raise OptionError(f"step {step!r} has no rules of communication: write them in {__name__}")
+    if step == "head":
+        return (_logits(job, bucket["T"]),)
     layers = tuple(f"layers.{index}" for index in range(job.demand.config.num_hidden_layers))
     rows = 1 if step == "prefill" else bucket["Q"]
     return tuple(_pass(job, bucket, layers, rows=rows, with_entries=job.mtp > 0))
@@ -67,9 +69,13 @@ def _pass(
     yield from dense_rules(job, bucket, layers)
     if experts:
         yield from _expert_rules(job, bucket, experts)
+    yield _logits(job, bucket["S"] * min(rows, bucket["Q"]))
+
+
+def _logits(job: Job, rows: int) -> Rule:
+    """Each rank of a replica has a part of the vocabulary, and all need the whole."""
     part = -(-job.demand.config.vocab_size // job.shards.tp)
-    rows = bucket["S"] * min(rows, bucket["Q"])
-    yield Rule(
+    return Rule(
         what="logits of the vocabulary",
         kind="all_gather",
         axis="tp",

@@ -98,7 +98,7 @@ def make_job(options: DryRunOptions) -> Job:
         mtp = min(1, getattr(resolve_model(options.model), "num_nextn_predict_layers", 0))
     steps = options.steps
     if steps is None:
-        steps = tuple(step for step in STEPS if step != "prefill with all logits" and (mtp or step != "draft"))
+        steps = tuple(step for step in STEPS if mtp or step != "draft")
     job = Job(
         model=str(Path(options.model).resolve()) if Path(options.model).exists() else options.model,
         mesh=options.mesh,

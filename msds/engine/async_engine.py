@@ -1,7 +1,8 @@
 """An Engine on a thread of its own, for asyncio programs: the service, or yours. No tensors.
 
 One thread owns the device. Requests, aborts and weight updates reach it through a queue and are carried out between
-steps; every token goes back to the event loop that asked. The thread holds no lock while a graph runs.
+steps; every token goes back to the event loop that asked, those of one step together. The thread holds no lock while a
+graph runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeAlias
 
 from msds.engine.engine import Engine
 from msds.engine.schedule_types import SchedulerStats
@@ -23,6 +24,7 @@ from msds.sampling import SamplingParams
 logger = logging.getLogger("msds")
 
 Update = tuple[GenerationSequence, Delta]
+Updates: TypeAlias = "asyncio.Queue[Update | BaseException]"
 
 
 class EngineStoppedError(RuntimeError):
@@ -44,6 +46,7 @@ class AsyncEngine:
         self._last_turn = time.monotonic()
         self._failure: BaseException | None = None
         self._tellers: set[Callable[[BaseException], None]] = set()
+        self._outbox: list[tuple[asyncio.AbstractEventLoop, Updates, Update]] = []
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -83,10 +86,13 @@ class AsyncEngine:
         first delta, and EngineStoppedError when the engine ends under way.
         """
         loop = asyncio.get_running_loop()
-        updates: asyncio.Queue[Update | BaseException] = asyncio.Queue()
+        updates: Updates = asyncio.Queue()
 
-        def tell(update: Update | BaseException) -> None:
-            loop.call_soon_threadsafe(updates.put_nowait, update)
+        def tell(error: BaseException) -> None:
+            loop.call_soon_threadsafe(updates.put_nowait, error)
+
+        def listen(sequence: GenerationSequence, delta: Delta) -> None:
+            self._outbox.append((loop, updates, (sequence, delta)))
 
         self._fail_if_stopped()
         self._tellers.add(tell)
@@ -95,7 +101,7 @@ class AsyncEngine:
             _grammar = None
             if params.constraint is not None:
                 _grammar = await asyncio.to_thread(self.engine.compile, params.constraint)
-            adding = self._submit(lambda: self.engine.add(prompt_ids, params, lambda s, d: tell((s, d)), info))
+            adding = self._submit(lambda: self.engine.add(prompt_ids, params, listen, info))
             try:
                 sequences = await asyncio.wrap_future(adding)
             except asyncio.CancelledError:  # the caller left while its request was on its way
@@ -161,6 +167,7 @@ class AsyncEngine:
                 self._last_turn = time.monotonic()
                 self._carry_out(block=not self.engine.has_work)
                 self.engine.step()
+                self._deliver()
             self._end(EngineStoppedError("the engine was stopped"))
         except BaseException as error:  # a fault of ours: everybody who waits must hear of it
             logger.exception("the engine's thread died")
@@ -177,7 +184,22 @@ class AsyncEngine:
         except queue.Empty:
             pass
 
+    def _deliver(self) -> None:
+        """Wake each event loop once for all that it is to hear: each wake-up contends with it for the interpreter."""
+        waiting: dict[asyncio.AbstractEventLoop, list[tuple[Updates, Update]]] = {}
+        for loop, updates, update in self._outbox:
+            waiting.setdefault(loop, []).append((updates, update))
+        self._outbox.clear()
+        for loop, pairs in waiting.items():
+            loop.call_soon_threadsafe(_put, pairs)
+
     def _end(self, error: EngineStoppedError) -> None:
         self.engine.abort_all()
+        self._deliver()
         for tell in list(self._tellers):
             tell(error)
+
+
+def _put(pairs: Sequence[tuple[Updates, Update]]) -> None:
+    for updates, update in pairs:
+        updates.put_nowait(update)

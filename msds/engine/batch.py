@@ -72,28 +72,34 @@ def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, 
     An index outside its range would leave the cache half written when the graph runs, so it is a RuntimeError here:
     tokens in [0, vocab_size), blocks in [1, num_cache_blocks), every context token in a block of its own table.
     """
-    queries = max(len(row.tokens) for row in rows)
-    blocks = max(-(-row.context_len // block_size) for row in rows)
-    batch: Batch = {
-        "tokens": np.zeros((len(rows), queries), np.int32),
-        "positions": np.zeros((len(rows), queries), np.int32),
-        "slot_mapping": np.zeros((len(rows), queries), np.int32),
-        "block_tables": np.zeros((len(rows), blocks), np.int32),
-        "query_lens": np.array([len(row.tokens) for row in rows], np.int32),
-        "context_lens": np.array([row.context_len for row in rows], np.int32),
-    }
+    counts = np.array([len(row.tokens) for row in rows], np.int32)
+    starts = np.array([row.start for row in rows], np.int32)
+    lens = starts + counts
+    sizes = np.array([len(row.block_table) for row in rows], np.int32)
+    tables = np.zeros((len(rows), int(sizes.max())), np.int32)
     for index, row in enumerate(rows):
-        count = len(row.tokens)
-        used = -(-row.context_len // block_size)
-        table = np.asarray(row.block_table, np.int32)
-        tokens = np.asarray(row.tokens, np.int32)
-        if used > len(table) or table.min() < 1 or table.max() >= num_cache_blocks:
-            raise RuntimeError(f"block table {row.block_table} cannot hold {row.context_len} tokens")
-        if count == 0 or tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise RuntimeError(f"tokens {row.tokens} are not all in [0, {vocab_size})")
-        positions = np.arange(row.start, row.context_len, dtype=np.int32)
-        batch["tokens"][index, :count] = tokens
-        batch["positions"][index, :count] = positions
-        batch["slot_mapping"][index, :count] = table[positions // block_size] * block_size + positions % block_size
-        batch["block_tables"][index, :used] = table[:used]
-    return batch
+        tables[index, : sizes[index]] = row.block_table
+    column = np.arange(tables.shape[1])
+    used = -(-lens // block_size)
+    wrong = ((column < sizes[:, None]) & ((tables < 1) | (tables >= num_cache_blocks))).any(1) | (used > sizes)
+    if wrong.any():
+        row = rows[int(wrong.argmax())]
+        raise RuntimeError(f"block table {row.block_table} cannot hold {row.context_len} tokens")
+    tables = np.where(column < used[:, None], tables, 0)[:, : used.max()]
+    places = np.arange(counts.max(), dtype=np.int32)
+    is_real = places < counts[:, None]
+    positions = np.where(is_real, starts[:, None] + places, 0)
+    tokens = np.zeros(positions.shape, np.int64)
+    tokens[is_real] = [token for row in rows for token in row.tokens]
+    wrong = (counts == 0) | ((tokens < 0) | (tokens >= vocab_size)).any(1)
+    if wrong.any():
+        raise RuntimeError(f"tokens {rows[int(wrong.argmax())].tokens} are not all in [0, {vocab_size})")
+    blocks = np.take_along_axis(tables, positions // block_size, axis=1)
+    return {
+        "tokens": tokens.astype(np.int32),
+        "positions": positions,
+        "slot_mapping": np.where(is_real, blocks * block_size + positions % block_size, 0),
+        "block_tables": tables,
+        "query_lens": counts,
+        "context_lens": lens,
+    }

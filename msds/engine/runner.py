@@ -24,15 +24,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("msds")
 
-LAST_TOKEN = {"logits": ("S", None, None), "hidden": ("S", None, None), "is_finite": ("S", "Q")}
+LAST_TOKEN = {"logits": ("S", None, None), "hidden": ("S", "Q", None), "is_finite": ("S", "Q")}
 EVERY_TOKEN = {"logits": ("S", "Q", None), "hidden": ("S", "Q", None), "is_finite": ("S", "Q")}
+
+HEAD_ROWS = 64
+"""States that become logits in one call of the head: one small graph serves prompts and chunks of any length."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """logits [S, N, V] and hidden [S, N, D] float32; is_finite [S, Q]: False where a token's hidden state overflowed.
+    """logits [S, N, V] and hidden [S, Q, D] float32; is_finite [S, Q]: False where a token's hidden state overflowed.
 
-    N is 1, the last token, or Q: row i is new token i of its sequence, and rows after its last are padding.
+    Row i is new token i of its sequence, and rows after its last are padding; N is Q, or 1: the last token alone.
     """
 
     logits: npt.NDArray[np.float32]
@@ -66,13 +69,17 @@ class Runner:
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
-        self._prefill_all = self._compile("prefill with all logits", functions.prefill, prefill_buckets, num_logits=0)
         self._decode = self._compile("decode", functions.decode, decode_buckets, num_logits=0)
         self._draft = self._compile_draft([bucket for bucket in decode_buckets if bucket["Q"] == 1])
+        self._head = self._compile_head()
 
     def prefill(self, rows: Sequence[Row], *, all_logits: bool = False) -> StepResult:
-        """A chunk of new tokens per row; logits of each row's last token, or of all its tokens."""
-        return self._run(self._prefill_all if all_logits else self._prefill, rows)
+        """A chunk of new tokens per row; logits of each row's last token, or of all its tokens.
+
+        Those of a last token are the same numbers either way, so that what is sampled does not depend on it.
+        """
+        result = self._run(self._prefill, rows)
+        return self._with_all_logits(rows, result) if all_logits else result
 
     def decode(self, rows: Sequence[Row]) -> StepResult:
         """One or a few new tokens per row; logits of all of them."""
@@ -96,15 +103,13 @@ class Runner:
     @property
     def steps(self) -> dict[str, Compiled]:
         """The compiled steps by name."""
-        steps = (self._prefill, self._prefill_all, self._decode, self._draft)
+        steps = (self._prefill, self._decode, self._draft, self._head)
         return {step.name: step for step in steps if step is not None}
 
     def warm_up(self, progress: Callable[[str], None] | None = print) -> None:
-        """Compile every planned prefill and decode bucket, printing a table. Prompt log-probabilities compile apart."""
-        self._prefill.warm_up(progress)
-        self._decode.warm_up(progress)
-        if self._draft is not None:
-            self._draft.warm_up(progress)
+        """Compile every planned shape, printing a table: nothing is compiled afterwards, whatever is asked for."""
+        for step in self.steps.values():
+            step.warm_up(progress)
 
     @property
     def _batch_spec(self) -> dict[str, ArraySpec]:
@@ -153,6 +158,35 @@ class Runner:
             name="draft",
             in_place=plan.implementation("cache_write") != "reference",
         )
+
+    def _compile_head(self) -> Compiled:
+        from msds_graphs.compile import compile
+
+        config, ranks, head = self.model.config, self.model.plan.ranks, self.model.functions.head
+
+        def step(params, donated, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+            return head(params, batch["hidden"].astype(params["norm"]["weight"].dtype), config, ranks), donated
+
+        return compile(
+            step,
+            bound=self.model.params,
+            batch={"hidden": ArraySpec(("T", config.hidden_size), "float32")},
+            buckets=[{"T": HEAD_ROWS}],
+            outputs=("T", None),
+            name="head",
+        )
+
+    def _with_all_logits(self, rows: Sequence[Row], result: StepResult) -> StepResult:
+        """The result with the logits of every new token, from the states that the step has left."""
+        sequences, queries = result.hidden.shape[:2]
+        is_real = np.arange(queries) < np.array([[len(row.tokens)] for row in rows])
+        states = result.hidden[is_real]
+        parts = [self._head({"hidden": states[at : at + HEAD_ROWS]}) for at in range(0, len(states), HEAD_ROWS)]
+        logits = np.zeros((sequences, queries, parts[0].shape[1]), np.float32)
+        logits[is_real] = np.concatenate(parts)
+        for index, row in enumerate(rows):
+            logits[index, len(row.tokens) - 1] = result.logits[index, 0]
+        return StepResult(logits, result.hidden, result.is_finite)
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
         batch = build_batch(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from msds.engine.ladder import SharedPrefill
 from msds.errors import MsdsError, OptionError
 
 
@@ -78,14 +79,15 @@ S = TypeVar("S", bound=Schedulable)
 class SchedulerPolicy:
     """How the scheduler decides.
 
-    max_num_seqs: sequences that hold blocks at the same time. chunk_sizes: token counts that a prefill step may be
-    padded to; the largest is the token budget of one step. max_waiting: bound of the queue, None for no bound.
-    max_overtakes: how many sequences may start before the one that has waited longest. max_preemptions: how often a
-    sequence gives up its blocks to others before it is protected.
+    max_num_seqs: sequences that hold blocks at the same time. chunk_sizes: token counts that a chunk of one sequence
+    may be padded to. shared: which chunks of several sequences may be one prefill step, None for none. max_waiting:
+    bound of the queue, None for no bound. max_overtakes: how many sequences may start before the one that has waited
+    longest. max_preemptions: how often a sequence gives up its blocks to others before it is protected.
     """
 
     max_num_seqs: int
     chunk_sizes: tuple[int, ...]
+    shared: SharedPrefill | None = None
     max_waiting: int | None = None
     max_overtakes: int = 16
     max_preemptions: int = 2
@@ -101,10 +103,12 @@ class SchedulerPolicy:
                 raise OptionError(f"{name} is {value}: it must be at least 0")
         if not self.chunk_sizes:
             raise OptionError("chunk_sizes is empty: a prefill step needs at least one size")
+        if self.shared is not None and not (self.shared.rows and min(self.shared.rows) > 1 and self.shared.tokens > 0):
+            raise OptionError(f"shared is {self.shared}: it needs sizes of at least 2 rows of at least 1 token")
 
     @property
-    def max_prefill_tokens(self) -> int:
-        """Most tokens of one prefill step."""
+    def max_chunk(self) -> int:
+        """Most tokens of one sequence in a prefill step."""
         return max(self.chunk_sizes)
 
 
@@ -130,14 +134,9 @@ class ScheduledRow(Generic[S]):
 
 @dataclass(frozen=True)
 class PrefillStep(Generic[S]):
-    """A chunk of one sequence."""
+    """A chunk of one sequence, or short chunks of several: the first is that of the one whose turn it was."""
 
-    row: ScheduledRow[S]
-
-    @property
-    def rows(self) -> tuple[ScheduledRow[S], ...]:
-        """The one row, so that both kinds of step can be walked alike."""
-        return (self.row,)
+    rows: tuple[ScheduledRow[S], ...]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ Why nothing waits for ever:
 - Starting: see `WaitingQueue`. A sequence starts when there are blocks for all its tokens and the one after, and one
   more for each running sequence that may yet grow; alone it always starts, because `add` refused what never fits.
 - Computing: prefill and decode steps alternate while there is work for both, so decode waits for one chunk at most.
-  Of two prefill steps one at least is that of the sequence whose turn it is; the other may be a short one's.
+  Of two prefill steps one at least is that of the sequence whose turn it is; the other may be a short one's. Where
+  that is a short chunk, those of others share its step, which pads to several rows anyway: they take nobody's turn,
+  and those that start for it are the first in the queue, so that nobody is overtaken for the sake of sharing.
 - Finishing: the sequence first in `_rank` is never preempted, and it may take the blocks of all others. Those
   preempted `max_preemptions` times rank before all others, by arrival, so each comes first some day.
 
@@ -200,16 +202,36 @@ class Scheduler(Generic[S]):
         if entry is None:
             return None
         self._last_prefill = entry
+        return PrefillStep(tuple(self._chunk(one) for one in self._join(entry)))
+
+    def _chunk(self, entry: Entry[S]) -> ScheduledRow[S]:
         count = next_chunk(entry.num_uncomputed, self.policy.chunk_sizes)
-        start = entry.sequence.num_computed
-        return PrefillStep(ScheduledRow(entry.sequence, start, count, 0, count == entry.num_uncomputed))
+        return ScheduledRow(entry.sequence, entry.sequence.num_computed, count, 0, count == entry.num_uncomputed)
+
+    def _join(self, first: Entry[S]) -> list[Entry[S]]:
+        """The first and those whose short chunks share its step: running ones by rank, then the queue in its order."""
+        shared = self.policy.shared
+        if shared is None or not self._is_short(first, first.num_uncomputed):
+            return [first]
+        running = (entry for entry in self._running.values() if entry is not first and _in_prefill(entry))
+        found = [entry for entry in sorted(running, key=self._rank) if self._is_short(entry, entry.num_uncomputed)]
+        found = [first, *found]
+        while len(found) < max(shared.rows) and (entry := self._start(self._is_short, most=1)) is not None:
+            found.append(entry)
+        return found[: shared.count_together(len(found))]
+
+    def _is_short(self, entry: Entry[S], uncomputed: int) -> bool:
+        """Whether the next chunk of a sequence, with so many tokens to compute, may share a step."""
+        shared, start = self.policy.shared, len(entry.sequence.token_ids) - uncomputed
+        count = next_chunk(uncomputed, self.policy.chunk_sizes)
+        return shared is not None and count <= shared.tokens and start + count <= shared.context
 
     def _next_prefill(self) -> Entry[S] | None:
         """Whose chunk is next: the first in rank, but after a chunk of a long one it may be another's turn."""
         pending = sorted((entry for entry in self._running.values() if _in_prefill(entry)), key=self._rank)
         if not pending:
             return self._start(lambda entry, uncomputed: True)
-        first, budget = pending[0], self.policy.max_prefill_tokens
+        first, budget = pending[0], self.policy.max_chunk
         if first is not self._last_prefill or first.num_uncomputed <= budget:
             return first
         short = next((entry for entry in pending[1:] if entry.num_uncomputed <= budget), None)
@@ -220,14 +242,15 @@ class Scheduler(Generic[S]):
             or first
         )
 
-    def _start(self, may_start: Callable[[Entry[S], int], bool]) -> Entry[S] | None:
+    def _start(self, may_start: Callable[[Entry[S], int], bool], most: int | None = None) -> Entry[S] | None:
         """Start waiting sequences until one needs a prefill step; that one, or None.
 
-        `may_start(entry, uncomputed)`: whether to start one with so many tokens to compute.
+        `may_start(entry, uncomputed)`: whether to start one with so many tokens to compute. `most`: how many of the
+        queue are looked at, None for as many as it shows.
         """
         while len(self._running) < self.policy.max_num_seqs:
             spare = self._pool.num_available - self._num_growing()
-            for entry in self._waiting.candidates():
+            for entry in self._waiting.candidates()[:most]:
                 found = self._find_prefix(entry)
                 uncomputed = len(entry.sequence.token_ids) - len(found) * self._pool.block_size
                 if may_start(entry, uncomputed) and self._fits(entry, found, spare):

@@ -13,7 +13,7 @@ FAMILIES = {
     "llama": "msds.models.llama",
     "qwen2": "msds.models.llama",
 }
-"""`model_type` to the module with its spec, cache_spec, derive, forward, prefill, decode (and mtp)."""
+"""`model_type` to the module with its spec, cache_spec, derive, forward, prefill, decode, head (and mtp)."""
 
 
 def model_functions(config: ModelConfig) -> ModuleType:

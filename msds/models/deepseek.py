@@ -21,6 +21,7 @@ from mindspore import Tensor, ops
 from msds.config import DeepseekConfig
 from msds.models.cut import cut_mlp, row_linear
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, final_hidden, outputs, traced
+from msds.models.ends import head as head
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds.models.specs.deepseek import cache_spec as cache_spec
 from msds.models.specs.deepseek import derive as derive
@@ -106,7 +107,7 @@ def prefill(
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
-    likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
+    [S, Q, D] and is_finite [S, Q] of all its new tokens, layers with `trace` (see `forward`), and the written cache.
 
     With `prev_hidden` [S, D] in the batch, the state (after the final norm) of the token before the chunk, the first
     MTP layer's cache is written too, so that `mtp` and `draft` find it complete. That needs neither its attention nor

@@ -35,25 +35,27 @@ def embed(params: Params, tokens: Tensor, ranks: Ranks) -> Tensor:
 def outputs(
     params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig, ranks: Ranks
 ) -> Outputs:
-    """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0).
+    """Final norm of every token, and head for the last `num_logits` real tokens of each sequence, or all (0).
 
     norm: the model's own or that of an MTP layer. x [S * Q, D] -> logits [S, num_logits, vocab] float32,
-    hidden [S, num_logits, D], is_finite [S, Q] bool: of every token, and True for padding.
+    hidden [S, Q, D], is_finite [S, Q] bool: of every token, and True for padding.
     """
-    sequences, queries = batch["tokens"].shape
+    queries = batch["tokens"].shape[1]
     hidden = final_hidden(norm, x, batch, config)
     index = iota(queries).expand_dims(0)
     is_padding = index >= batch["query_lens"].expand_dims(1)
     is_finite = ops.logical_or(ops.isfinite(hidden).all(-1), is_padding)
-    rows = queries
-    if 0 < num_logits < queries:
-        rows = num_logits
-        hidden = last_rows(hidden, batch["query_lens"], rows)
-    head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
-    logits = linear(head, hidden.reshape(sequences * rows, -1)).astype(ms.float32)
+    last = last_rows(hidden, batch["query_lens"], num_logits) if 0 < num_logits < queries else hidden
+    return {"logits": head(params, last, config, ranks), "hidden": hidden, "is_finite": is_finite}
+
+
+def head(params: Params, hidden: Tensor, config: ModelConfig, ranks: Ranks) -> Tensor:
+    """States after the final norm to logits in float32: [..., D] -> [..., vocab], whole on every rank."""
+    node = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
+    logits = linear(node, hidden.reshape(-1, hidden.shape[-1])).astype(ms.float32)
     if ranks.size("tp") > 1:  # the last parts of the vocabulary may be filled up
         logits = all_gather(logits, "tp", 1, ranks)[:, : config.vocab_size]
-    return {"logits": logits.reshape(sequences, rows, -1), "hidden": hidden, "is_finite": is_finite}
+    return logits.reshape(*hidden.shape[:-1], -1)
 
 
 def final_hidden(norm: Params, x: Tensor, batch: Batch, config: ModelConfig) -> Tensor:

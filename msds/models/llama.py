@@ -11,6 +11,7 @@ from mindspore import Tensor
 from msds.config import LlamaConfig
 from msds.models.cut import cut_mlp, row_linear
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
+from msds.models.ends import head as head
 from msds.models.rotary import rotary_constants
 from msds.models.specs.llama import cache_spec as cache_spec
 from msds.models.specs.llama import derive as derive
@@ -64,7 +65,7 @@ def prefill(
 
     batch: tokens, positions, slot_mapping [S, Q], block_tables [S, B], query_lens, context_lens [S], int32.
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
-    likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
+    [S, Q, D] and is_finite [S, Q] of all its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
     x = embed(params, batch["tokens"], plan.ranks)
     rope = _rope(config, batch["positions"])

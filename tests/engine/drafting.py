@@ -14,7 +14,7 @@ from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Output
 from msds.engine.speculation import Speculation
 from tests.engine import test_engine
-from tests.engine.test_engine import BLOCK_SIZE, CHUNK, MAX_SEQS, Case, FakeRunner
+from tests.engine.test_engine import BLOCK_SIZE, CHUNK, MAX_SEQS, SHARED, Case, FakeRunner, check_prefill
 
 STALE = -1.0
 
@@ -49,8 +49,7 @@ class DraftingRunner(FakeRunner):
         self.num_rows: list[int] = []
 
     def prefill(self, rows: Any, *, all_logits: bool = False) -> StepResult:
-        assert len(rows) == 1
-        assert len(rows[0].tokens) <= CHUNK
+        check_prefill(rows)
         self._write_entries(rows)
         return self._with_states(rows, super().prefill(rows, all_logits=all_logits))
 
@@ -113,12 +112,11 @@ class DraftingRunner(FakeRunner):
             assert float(row.prev_hidden[0]) == state_of(text[: row.start]), "the state of another token"
 
     def _with_states(self, rows: Any, result: StepResult) -> StepResult:
-        hidden = np.zeros((*result.logits.shape[:2], 1), np.float32)
+        hidden = np.zeros((*result.is_finite.shape, 1), np.float32)
         for index, row in enumerate(rows):
             text = [*self._context(row), *row.tokens]
-            count = min(len(row.tokens), hidden.shape[1])
-            for place in range(count):
-                hidden[index, place] = state_of(text[: len(text) - count + 1 + place])
+            for place in range(len(row.tokens)):
+                hidden[index, place] = state_of(text[: row.start + place + 1])
         return StepResult(result.logits, hidden, result.is_finite)
 
     def _context(self, row: Any) -> list[int]:
@@ -138,7 +136,7 @@ class DraftingCase(Case):
     def __init__(self, runner: DraftingRunner, *, max_model_len: int, speculation: Speculation | None = None) -> None:
         super().__init__(0, max_model_len=max_model_len, runner=runner)
         self.runner: DraftingRunner = runner
-        policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK))
+        policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK), shared=SHARED)
         self.engine = Engine(
             runner,  # type: ignore[arg-type]
             max_model_len=max_model_len,

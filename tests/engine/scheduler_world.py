@@ -56,6 +56,7 @@ class World:
         self.step: Step[FakeSequence] | None = None
         self.num_added = 0
         self.prefills_while_decoding = 0
+        self.num_shared = 0
 
     def add(self, *sequences: FakeSequence) -> None:
         self.scheduler.add(sequences)
@@ -117,9 +118,10 @@ class World:
     def _check_kind(self, decoding: set[int]) -> None:
         """Prefill steps keep to their budget and never follow each other while someone, of `decoding`, could decode."""
         if isinstance(self.step, PrefillStep):
-            row = self.step.row
-            assert self.is_in_prefill(row.sequence)
-            assert row.num_tokens <= self.policy.max_prefill_tokens
+            assert all(self.is_in_prefill(row.sequence) for row in self.step.rows)
+            assert all(row.num_tokens <= self.policy.max_chunk for row in self.step.rows)
+            if len(self.step.rows) > 1:
+                self._check_shared(self.step)
             self.prefills_while_decoding = self.prefills_while_decoding + 1 if decoding else 0
             assert self.prefills_while_decoding <= 1
             return
@@ -129,6 +131,14 @@ class World:
             assert row.samples
             assert row.num_tokens + row.num_drafts <= 1 + row.sequence.num_lookahead
         assert {row.sequence.id for row in self.step.rows} == set(self._decoding()), "one could decode and was left out"
+
+    def _check_shared(self, step: PrefillStep[FakeSequence]) -> None:
+        """Several chunks are one step only as the policy allows."""
+        shared = self.policy.shared
+        assert shared is not None
+        self.num_shared += 1
+        assert len(step.rows) <= max(shared.rows)
+        assert all(row.num_tokens <= shared.tokens and row.end <= shared.context for row in step.rows)
 
     def run(self, accept: random.Random | None = None, *, tokens: int = 2) -> None:
         """The step runs: slots are written, sampled tokens appended, and it is committed.

@@ -59,6 +59,36 @@ def test_many_requests_at_once_answer_as_generate_does(llm: msds.LLM) -> None:
     assert with_engine(llm, work) == want
 
 
+def test_an_event_loop_is_woken_once_for_all_tokens_of_a_step(llm: msds.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = 0
+    step = llm.engine.step
+
+    def counted() -> bool:
+        nonlocal steps
+        did = step()
+        steps += did
+        return did
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+
+    async def work(engine: AsyncEngine) -> tuple[int, int]:
+        loop, wakes = asyncio.get_running_loop(), 0
+        wake = loop.call_soon_threadsafe
+
+        def noted(*args: Any, **options: Any) -> Any:
+            nonlocal wakes
+            wakes += 1
+            return wake(*args, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", noted)
+        tokens = await asyncio.gather(*(collect(engine, [index + 2, 7, 9]) for index in range(4)))
+        return wakes, sum(map(len, tokens))
+
+    wakes, num_tokens = with_engine(llm, work)
+    assert num_tokens == 32
+    assert wakes <= steps + 4 + 1, "one for each step, one for each request that was added, one for the end"
+
+
 def test_closing_early_frees_everything(llm: msds.LLM) -> None:
     async def work(engine: AsyncEngine) -> None:
         long = msds.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, n=3)

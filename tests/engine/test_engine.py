@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from msds.engine.batch import build_batch
 from msds.engine.engine import Engine
+from msds.engine.ladder import SharedPrefill
 from msds.engine.runner import StepResult
 from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
@@ -20,12 +21,22 @@ from msds.errors import OptionError, PromptError
 from msds.sampling import SamplingParams
 
 VOCAB, EOS, BLOCK_SIZE, CHUNK, MAX_SEQS = 32, 1, 4, 6, 3
+SHARED = SharedPrefill(rows=(2, 3), tokens=CHUNK - 1, context=12)
 
 
 def logits_after(tokens: list[int]) -> np.ndarray[Any, Any]:
     """What the model of these tests says after a text: a function of all of its tokens and their order."""
     seed = [len(tokens), *tokens]
     return np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 3
+
+
+def check_prefill(rows: Any) -> None:
+    """A chunk of one sequence, or several as `SHARED` allows."""
+    if len(rows) == 1:
+        assert len(rows[0].tokens) <= CHUNK
+        return
+    assert len(rows) <= max(SHARED.rows)
+    assert all(len(row.tokens) <= SHARED.tokens and row.context_len <= SHARED.context for row in rows)
 
 
 class FakeRunner:
@@ -37,11 +48,12 @@ class FakeRunner:
         self.model = SimpleNamespace(config=config, eos_token_ids=frozenset({EOS}), tokenizer=None, allowed_vocab=VOCAB)
         self.slots = np.full(num_blocks * BLOCK_SIZE, -1)
         self.kinds: list[str] = []
+        self.num_shared = 0
 
     def prefill(self, rows: Any, *, all_logits: bool = False) -> StepResult:
-        assert len(rows) == 1
-        assert len(rows[0].tokens) <= CHUNK
+        check_prefill(rows)
         self.kinds.append("prefill")
+        self.num_shared += len(rows) > 1
         return self._step(rows, all_logits)
 
     def decode(self, rows: Any) -> StepResult:
@@ -53,7 +65,8 @@ class FakeRunner:
     def _step(self, rows: Any, all_logits: bool) -> StepResult:
         batch = build_batch(rows, block_size=BLOCK_SIZE, num_cache_blocks=self.num_blocks, vocab_size=VOCAB)
         self._check_writes(rows, batch)
-        out = []
+        most = batch["tokens"].shape[1] if all_logits else 1
+        logits = np.full((len(rows), most, VOCAB), np.nan, np.float32)  # what is padding must not be looked at
         for index, row in enumerate(rows):
             self.slots[batch["slot_mapping"][index, : len(row.tokens)]] = row.tokens
             table = batch["block_tables"][index]
@@ -61,12 +74,14 @@ class FakeRunner:
                 int(self.slots[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in range(row.context_len)
             ]
             first = row.start + 1 if all_logits else row.context_len
-            out.append(np.stack([logits_after(context[:end]) for end in range(first, row.context_len + 1)]))
-        hidden = np.zeros((len(rows), len(out[0]), 1), np.float32)
+            for place, end in enumerate(range(first, row.context_len + 1)):
+                logits[index, place] = logits_after(context[:end])
+        hidden = np.zeros((*batch["tokens"].shape, 1), np.float32)
         is_finite = batch["tokens"] != VOCAB - 1
         if self.kinds[-1] == "prefill":
-            is_finite[:, :-1] = True  # only as the last token does it break anything here
-        return StepResult(np.stack(out), hidden, is_finite)
+            lens = [len(row.tokens) for row in rows]  # only as the last token does it break anything here
+            is_finite |= np.arange(is_finite.shape[1]) != np.array(lens)[:, None] - 1
+        return StepResult(logits, hidden, is_finite)
 
     def _check_writes(self, rows: Any, batch: Any) -> None:
         written = [int(block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))]
@@ -93,9 +108,16 @@ def expected(prompt: list[int], max_tokens: int) -> list[int]:
 class Case:
     """An engine over a fake runner, and the answers it gave."""
 
-    def __init__(self, num_blocks: int, *, max_model_len: int, runner: FakeRunner | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        max_model_len: int,
+        runner: FakeRunner | None = None,
+        shared: SharedPrefill | None = SHARED,
+    ) -> None:
         self.runner = runner or FakeRunner(num_blocks)
-        policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK))
+        policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK), shared=shared)
         self.engine = Engine(self.runner, max_model_len=max_model_len, policy=policy)  # type: ignore[arg-type]
         self.outputs: list[Output] = []
 
@@ -141,6 +163,49 @@ def test_any_requests_in_any_cache_that_can_hold_the_largest(requests: Any, spar
         broken = want[-1] == VOCAB - 1 and len(want) < max_tokens
         assert got.finish_reason == ("stop" if want[-1] == EOS else "error" if broken else "length")
     case.assert_nothing_held()
+
+
+SAMPLING = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 6), "seed": st.integers(0, 9), "temperature": st.sampled_from([0, 1.5])},
+    optional={"logprobs": st.integers(0, 2), "prompt_logprobs": st.integers(0, 2), "n": st.just(2)},
+)
+
+
+@given(requests=st.lists(st.tuples(st.lists(st.integers(2, 4), min_size=1, max_size=14), SAMPLING), max_size=6))
+def test_answers_do_not_depend_on_the_prompts_that_share_their_steps(requests: Any) -> None:
+    """Ids, log-probabilities of both kinds and usage are those of each request alone, one prompt to a step."""
+    case = Case(60, max_model_len=28)
+    for index, (prompt, params) in enumerate(requests):
+        case.add(prompt, index, **params)
+    got = case.run()
+    want = []
+    for index, (prompt, params) in enumerate(requests):
+        single = Case(60, max_model_len=28, shared=None)
+        single.add(prompt, index, **params)
+        want += single.run()
+    for ours, theirs in zip(got, want, strict=True):
+        assert (ours.token_ids, ours.finish_reason, ours.error) == (
+            theirs.token_ids,
+            theirs.finish_reason,
+            theirs.error,
+        )
+        assert (ours.logprobs, ours.prompt_logprobs) == (theirs.logprobs, theirs.prompt_logprobs)
+        assert ours.usage.prompt_tokens == theirs.usage.prompt_tokens
+        assert ours.usage.completion_tokens == theirs.usage.completion_tokens
+    case.assert_nothing_held()
+
+
+def test_a_burst_of_short_prompts_is_one_step() -> None:
+    case = Case(30, max_model_len=28)
+    prompts = [[5, 6], [7, 8, 9, 10], [11]]
+    for index, prompt in enumerate(prompts):
+        case.add(prompt, index, max_tokens=3, prompt_logprobs=0 if index == 1 else None)
+    outputs = case.run()
+    assert case.runner.kinds[:2] == ["prefill", "decode"]
+    assert case.runner.num_shared == 1
+    assert [list(output.token_ids) for output in outputs] == [expected(prompt, 3) for prompt in prompts]
+    assert outputs[1].prompt_logprobs is not None
+    assert outputs[0].prompt_logprobs is outputs[2].prompt_logprobs is None
 
 
 def test_preemption_is_invisible() -> None:
@@ -201,7 +266,7 @@ def test_a_step_that_raises_ends_its_own_sequences() -> None:
             return super().prefill(rows, all_logits=all_logits)
 
     case = Case(0, max_model_len=28, runner=Failing(30))
-    case.add([9, 9, 9, 9, 9], 0, max_tokens=4)
+    case.add([9, 9, 9, 9, 9, 9], 0, max_tokens=4)  # too long to share a step
     case.add([5, 6, 7], 1, max_tokens=4)
     failed, well = case.run()
     assert failed.finish_reason == "error"
@@ -230,7 +295,7 @@ def test_deadlines_and_aborts() -> None:
     case.engine.add([2, 3], sampling, case.listen, RequestInfo(prompt_index=0, deadline=0.0))
     (kept,) = case.add([4, 5], 1, max_tokens=6, ignore_eos=True)
     (given_up,) = case.add([6, 7], 2, max_tokens=6, ignore_eos=True)
-    for _ in range(3):
+    for _ in range(2):
         case.engine.step()
     case.engine.abort(given_up)
     case.engine.abort(given_up)  # a second time is nothing

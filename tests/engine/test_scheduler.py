@@ -89,7 +89,7 @@ def test_chunks_cover_a_prompt_exactly_and_only_the_last_samples() -> None:
     world.add(sequence)
     rows = []
     while isinstance(step := world.schedule(), PrefillStep):
-        rows.append((step.row.start, step.row.num_tokens, step.row.samples))
+        rows += [(row.start, row.num_tokens, row.samples) for row in step.rows]
         world.run()
     assert [start for start, _, _ in rows] == [0, *(start + count for start, count, _ in rows[:-1])]
     assert rows[-1][0] + rows[-1][1] == 41

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from msds.engine.ladder import SharedPrefill
 from msds.engine.schedule_types import QueueFullError, SchedulerPolicy
 from msds.errors import OptionError
 from tests.engine.scheduler_world import FakeSequence, World
@@ -17,6 +18,7 @@ def random_world(rng: random.Random) -> World:
     policy = SchedulerPolicy(
         max_num_seqs=rng.randint(1, 4),
         chunk_sizes=rng.choice([(1,), (3,), (2, 5), (4, 16)]),
+        shared=rng.choice([None, SharedPrefill((2,), 3, 40), SharedPrefill((2, 4), 4, 8), SharedPrefill((3,), 16, 16)]),
         max_waiting=rng.choice([None, 3, 20]),
         max_overtakes=rng.choice([0, 1, 4]),
         max_preemptions=rng.choice([0, 1, 2]),
@@ -81,7 +83,7 @@ def act(world: World, rng: random.Random) -> None:
 
 
 def test_random_histories_stay_consistent_and_end() -> None:
-    num_hit = num_preempted = 0
+    num_hit = num_preempted = num_shared = 0
     for seed in range(3000):
         rng = random.Random(seed)
         world = random_world(rng)
@@ -92,8 +94,10 @@ def test_random_histories_stay_consistent_and_end() -> None:
         world.drain()
         num_hit += world.scheduler.stats.prefix_tokens_hit
         num_preempted += world.scheduler.stats.preemptions
+        num_shared += world.num_shared
     assert num_hit > 5000, "the histories hardly ever hit the prefix cache: they prove nothing about it"
     assert num_preempted > 500, "the histories hardly ever preempt: they prove nothing about it"
+    assert num_shared > 2000, "the histories hardly ever share prefill steps: they prove nothing about them"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -104,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 4),
         chunk_sizes=st.sampled_from([(1,), (2, 5), (4, 16)]),
+        shared=st.none() | st.builds(SharedPrefill, st.just((2, 4)), st.sampled_from([1, 4]), st.sampled_from([4, 30])),
         max_overtakes=st.integers(0, 3),
         max_preemptions=st.integers(0, 2),
     )

@@ -92,7 +92,7 @@ def test_choices_of_one_prompt_compute_it_once() -> None:
     for _ in range(5):
         step = world.schedule()
         if isinstance(step, PrefillStep):
-            computed.append(step.row.num_tokens)
+            computed += [row.num_tokens for row in step.rows]
         world.run()
     assert computed == [43, 3, 3]
     assert [sequence.num_cached_tokens for sequence in world.live.values()] == [0, 40, 40]
@@ -166,7 +166,7 @@ def test_new_weights_reuse_nothing_and_keep_everyone() -> None:
     assert world.scheduler.stats.cached_blocks == 0
     step = world.schedule()
     assert isinstance(step, PrefillStep)
-    assert (step.row.start, len(world.live[0].token_ids)) == (0, before)
+    assert (step.rows[0].start, len(world.live[0].token_ids)) == (0, before)
     assert world.scheduler.stats.preemptions == 0
     world.run()
     late = world.new(world.live[0].token_ids[:9], 2)

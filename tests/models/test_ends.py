@@ -44,5 +44,5 @@ def test_padding_never_counts_as_broken():
     got = compile(step, bound=params, batch=batch)(batch)
     assert got["is_finite"].tolist() == [[True] * 4, [False, True, True, True], [True] * 4]
     assert got["logits"].shape == (3, 1, 3)
-    assert got["hidden"].shape == (3, 1, 2)
+    assert got["hidden"].shape == (3, 4, 2)
     np.testing.assert_allclose(got["logits"][0, 0], [1, 1, 0], atol=1e-4)

@@ -132,7 +132,7 @@ def _idle(runner: Runner, case: Case, swap: Any) -> None:
     batch = {name: np.zeros(tuple(1 for _ in spec.shape), np.int32) for name, spec in BATCH_SPEC.items()}
     if case.drafts:
         batch["prev_hidden"] = np.zeros((1, runner.model.config.hidden_size), np.float32)
-    runner._prefill_all(batch)
+    runner._prefill(batch)
     for step in range(STEPS):
         if swap is not None and step == 1:
             swap()

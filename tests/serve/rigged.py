@@ -107,14 +107,13 @@ class RiggedRunner:
             slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
             self._slots[slots[row.start :]] = row.tokens
             texts.append(self._slots[slots].tolist())
-        if all_logits:
-            (row,), (text,) = rows, texts
-            logits = [[self._logits(text[: row.start + count + 1]) for count in range(len(row.tokens))]]
-        else:
-            logits = [[self._logits(text)] for text in texts]
-        values = np.asarray(logits, np.float32)
         most = max(len(row.tokens) for row in rows)
-        return StepResult(values, np.zeros((*values.shape[:2], 1), np.float32), np.ones((len(rows), most), np.bool_))
+        logits = np.zeros((len(rows), most if all_logits else 1, vocab), np.float32)
+        for index, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            first = row.start + 1 if all_logits else row.context_len
+            for place, end in enumerate(range(first, row.context_len + 1)):
+                logits[index, place] = self._logits(text[:end])
+        return StepResult(logits, np.zeros((len(rows), most, 1), np.float32), np.ones((len(rows), most), np.bool_))
 
     def _logits(self, text: list[int]) -> np.ndarray[Any, Any]:
         rng = np.random.default_rng(zlib.crc32(str(text).encode()))

@@ -236,4 +236,6 @@ def test_nothing_compiles_after_every_shape_was_seen(service: Service, client: T
         for length in (1, 17, 60):
             body = {"model": "tiny", "prompt": [[7] * length] * 3, "max_tokens": 4, "ignore_eos": True}
             assert client.post(COMPLETIONS, json=body).status_code == 200
+            echo = body | {"echo": True, "logprobs": 2}
+            assert client.post(COMPLETIONS, json=echo).status_code == 200
     assert seen.count == 0
