@@ -158,6 +158,11 @@ class Reinforcer:
         self.llm.update_weights(canonical_of_main(self.llm, self.step.params()))
         prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
         outputs = self.llm.generate(prompts, [self._sampling(index) for index in range(len(tasks))])
+        failed = next((output for output in outputs if output.error is not None), None)
+        if failed is not None:
+            raise TrainingError(
+                f"an answer to task {failed.prompt_index} of round {self.done + 1} failed: {failed.error}"
+            )
         sampled = time.monotonic()
         rewards = np.array(
             [self.reward(tasks[output.prompt_index], output.text) for output in outputs], np.float32

@@ -162,6 +162,15 @@ def test_grpo_learns_what_is_rewarded(folder: Path, tmp_path: Path) -> None:
     assert abs(log[0]["loss"]) < 1e-3
     assert log[0]["clipped"] == 0
 
+    def failing(rows: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    run.options = replace(options, rounds=7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.runner, "prefill", failing)
+        with pytest.raises(TrainingError, match=r"round 7 failed: .*no memory"):
+            run.run(tasks, None)
+
 
 def test_the_schedule_rises_stays_and_falls() -> None:
     schedule = Schedule(peak=1.0, total_steps=100, warmup_steps=10, decay_steps=20, final=0.1)
