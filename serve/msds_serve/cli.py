@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msds import __version__
-from msds.errors import MsdsError
+from msds.errors import MsdsError, RankError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.commands import (
     add_command,
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except MsdsError as error:
         print(f"msds: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return error.exit_code if isinstance(error, RankError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("msds: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
