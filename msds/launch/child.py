@@ -16,7 +16,7 @@ import sys
 import traceback
 from typing import Any
 
-from msds.errors import MsdsError
+from msds.errors import MsdsError, RankError
 from msds.launch.place import Place
 
 PR_SET_PDEATHSIG = 1
@@ -32,21 +32,21 @@ def main() -> int:
     if job["place"] is None:
         _join()  # the scheduler: it returns when all ranks have left
         return 0
-    place = Place(**{**job["place"], "leader": tuple(job["place"]["leader"])})
+    place = Place(**{**job["place"], "leader": tuple(job["place"]["leader"]), "report": job["report"]})
     try:
         if job["collectives"]:
             _join()
-        _report(job["report"], {"ready": True})
+        place.say({"ready": True})
         module, _, function = job["entry"].partition(":")
         getattr(importlib.import_module(module), function)(place, **job["arguments"])
     except MsdsError as error:
-        _report(job["report"], {"error": str(error)})
-        return 2
+        place.say({"error": str(error)})
+        return error.exit_code if isinstance(error, RankError) else 2
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         traceback.print_exc()
-        _report(job["report"], {"error": f"{type(error).__name__}: {error}"})
+        place.say({"error": f"{type(error).__name__}: {error}"})
         return 1
     return 0
 
@@ -55,10 +55,6 @@ def _join() -> None:
     from msds_graphs.cluster import join
 
     join()
-
-
-def _report(descriptor: int, message: dict[str, Any]) -> None:
-    os.write(descriptor, json.dumps(message).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
 from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
 class Place:
     """rank of `ranks`; `ranks_here` of them share this machine. leader: address of rank 0, which listens on the file
-    descriptor `listener`; secret: what both ends of a connection prove that they know."""
+    descriptor `listener`; secret: what both ends of a connection prove that they know. report: the launcher's pipe."""
 
     rank: int
     ranks: int
@@ -17,8 +21,19 @@ class Place:
     leader: tuple[str, int]
     secret: str = field(repr=False)
     listener: int | None = None
+    report: int = -1
 
     def listening(self) -> socket.socket:
         """Rank 0's listening socket."""
         assert self.listener is not None
         return socket.socket(fileno=self.listener)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Tell the launcher."""
+        os.write(self.report, json.dumps(message).encode() + b"\n")
+
+    def fail(self, message: str) -> NoReturn:
+        """End this process at once, from any thread, even while another hangs in a graph; the launcher says why."""
+        self.say({"error": message})
+        sys.stderr.flush()
+        os._exit(1)

@@ -227,7 +227,7 @@ def _settle(ranks: list[_Process], selector: selectors.BaseSelector) -> None:
 
 def _explain(failed: list[_Process], ranks: list[_Process]) -> RankError:
     """The rank that failed first, as far as one can tell, and what it said last."""
-    first = failed[0]
+    first = min(failed, key=lambda process: process.popen.returncode)  # signals are negative: they came from outside
     code = first.popen.returncode
     if first.errors:
         if code == 2:  # bad input: every rank says the same

@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Neither running nor left as a zombie."""
+    """Ended; where its parent was killed, it may wait in vain to be asked for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -89,7 +89,7 @@ def test_a_rank_that_fails_is_named_and_ends_all(
 
 
 def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a cluster that nobody joins: the ranks of the other node are never started, and these wait in MindSpore's place
+    # two seconds are too few to import MindSpore
 
     with pytest.raises(RankError, match="ranks 0, 1 did not report within 2 s of starting"):
         launch(

@@ -1,0 +1,187 @@
+"""Rank 0 tells the others what to run, and notices when one of them does not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from msds.errors import OptionError, RankError
+from msds.launch.place import Place
+from msds.launch.processes import STARTUP_SECONDS
+from msds.launch.watch import Watch
+from msds.launch.wire import Arrays, Connection, Message, accept, connect
+
+logger = logging.getLogger("msds")
+
+Work = Callable[[Mapping[str, Any], Arrays], None]
+"""What a follower does for one kind of call: work(fields, arrays)."""
+
+
+class Leader:
+    """Rank 0's end. Calls are made by one thread at a time.
+
+    timeout: seconds that a call, or the time between two signs of progress in it, may take on any rank. on_failure:
+    called once, on a thread of its own, with what names the rank; nothing can be called after it.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        timeout: float,
+        on_failure: Callable[[str], None],
+        startup_seconds: float = STARTUP_SECONDS,
+    ) -> None:
+        if not timeout > 0:
+            raise OptionError(f"step_timeout is {timeout!r}: it must be a number of seconds above 0")
+        self._followers = _gather(place, time.monotonic() + startup_seconds)
+        self._values: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._watch = Watch(range(place.ranks), timeout)
+        self._stopping = threading.Event()
+        self._on_failure = on_failure
+        for rank, connection in self._followers.items():
+            connection.send("hello", {"beat_seconds": self._watch.beat_seconds})
+            self._thread(f"msds-rank-{rank}", self._listen, rank, connection)
+        self._thread("msds-watchdog", self._watch_over)
+
+    def agree(self, name: str, value: int) -> int:
+        """The least of what all ranks say; each of them asks with the same names in the same order."""
+        with self.call(f"agreeing on {name}", "agree"):
+            values = [value]
+            for _ in self._followers:
+                said, other = self._values.get()
+                if said != name:
+                    raise RuntimeError(f"ranks agree on {name!r} here and on {said!r} there")
+                values.append(other)
+            least = min(values)
+            for connection in self._followers.values():
+                connection.send("agreed", {"value": least})
+        return least
+
+    @contextlib.contextmanager
+    def call(
+        self, what: str, kind: str, fields: Mapping[str, Any] | None = None, arrays: Arrays | None = None
+    ) -> Iterator[None]:
+        """Have every other rank carry out `kind` with these fields and arrays, while this one runs the block."""
+        number = self._watch.begin(what)
+        try:
+            for connection in self._followers.values():
+                connection.send(kind, {**(fields or {}), "number": number}, arrays)
+            yield
+        except Exception as error:
+            self._watch.done(0, number, str(error) or type(error).__name__)
+            raise
+        self._watch.done(0, number)
+
+    def progress(self) -> None:
+        """This rank gets on with a long call."""
+        self._watch.progress(0)
+
+    def stop(self) -> None:
+        """Let the others end."""
+        self._stopping.set()
+        for connection in self._followers.values():
+            with contextlib.suppress(OSError):
+                connection.send("stop")
+
+    def _thread(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=work, name=name, args=arguments, daemon=True).start()
+
+    def _listen(self, rank: int, connection: Connection) -> None:
+        while (message := connection.receive()) is not None:
+            if message.kind == "done":
+                self._watch.done(rank, message.fields["number"], message.fields["error"])
+            elif message.kind == "progress":
+                self._watch.progress(rank)
+            elif message.kind == "value":
+                self._values.put((message.fields["name"], message.fields["value"]))
+            self._watch.heard(rank)
+        if not self._stopping.is_set():
+            self._watch.lost(rank)
+
+    def _watch_over(self) -> None:
+        while not self._stopping.wait(min(0.2, self._watch.beat_seconds)):
+            problem = self._watch.problem()
+            if problem is not None:
+                self._on_failure(problem)
+                return
+
+
+def _gather(place: Place, deadline: float) -> dict[int, Connection]:
+    """A connection from every other rank; RankError names those that did not come."""
+    found: dict[int, Connection] = {}
+    with place.listening() as listener:
+        while len(found) < place.ranks - 1:
+            try:
+                rank, connection = accept(listener, place.secret, deadline)
+            except TimeoutError:
+                missing = ", ".join(str(rank) for rank in range(1, place.ranks) if rank not in found)
+                raise RankError(f"no connection came from rank(s) {missing}: look into their logs") from None
+            if not 0 < rank < place.ranks or rank in found:
+                connection.close()
+                raise RankError(f"a second rank {rank} of {place.ranks} connected: is another program on this port?")
+            found[rank] = connection
+    return found
+
+
+class Follower:
+    """The end of every other rank: `agree` while both build the same things, then `serve` until rank 0 ends it."""
+
+    def __init__(self, place: Place, *, startup_seconds: float = STARTUP_SECONDS) -> None:
+        deadline = time.monotonic() + startup_seconds
+        try:
+            self._connection = connect(place.leader, place.secret, place.rank, deadline)
+        except (OSError, ValueError) as error:
+            raise RankError(f"rank 0 cannot be reached at {place.leader[0]}:{place.leader[1]}: {error}") from None
+        self._beat_seconds = float(self._next("hello").fields["beat_seconds"])
+        threading.Thread(target=self._beat, name="msds-beat", daemon=True).start()
+
+    def agree(self, name: str, value: int) -> int:
+        """As the leader's."""
+        number = self._next("agree").fields["number"]
+        self._connection.send("value", {"name": name, "value": value})
+        agreed = int(self._next("agreed").fields["value"])
+        self._connection.send("done", {"number": number, "error": None})
+        return agreed
+
+    def progress(self) -> None:
+        """This rank gets on with a long call."""
+        self._connection.send("progress")
+
+    def serve(self, work: Mapping[str, Work]) -> None:
+        """Carry out what rank 0 calls until it says stop; RankError when it leaves without.
+
+        A call that raises is reported, as rank 0's own does: whether both failed is for it to judge.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 says when to end
+        while True:
+            message = self._next()
+            if message.kind == "stop":
+                return
+            error = None
+            try:
+                work[message.kind](message.fields, message.arrays)
+            except Exception as raised:
+                error = str(raised) or type(raised).__name__
+                logger.error("%s failed: %s", message.kind, error)
+            self._connection.send("done", {"number": message.fields["number"], "error": error})
+
+    def _next(self, kind: str | None = None) -> Message:
+        message = self._connection.receive()
+        if message is None:
+            raise RankError("rank 0 has left")
+        if kind is not None and message.kind != kind:
+            raise RuntimeError(f"rank 0 sent {message.kind!r} where {kind!r} was due")
+        return message
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._connection.send("beat")
+                time.sleep(self._beat_seconds)
