@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,10 @@ from msds.weights import without_mtp
 from msds_graphs.plan import Plan
 from msds_graphs.trees import Tree
 
+if TYPE_CHECKING:
+    from msds.engine.runner import Runner
+    from msds.launch.team import Follower, Leader
+
 Prompt = str | Sequence[int]
 TextListener = Callable[[int, int, str], None]
 """Called with (prompt index, choice index, new text) as text becomes final."""
@@ -37,7 +41,8 @@ class LLM:
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
     memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
     compile every planned shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading
-    and compiling; None on a terminal.
+    and compiling; None on a terminal. team: this process's part among several that hold the model together, each of
+    which makes an LLM with the same arguments; only the leader's generates.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -50,6 +55,7 @@ class LLM:
         warm_up: bool = False,
         check_sha256: bool | None = None,
         progress: bool | None = None,
+        team: Leader | Follower | None = None,
         **options: Any,
     ) -> None:
         self.options = _engine_options(options)
@@ -64,6 +70,7 @@ class LLM:
                 f"num_speculative_tokens is {self.options.num_speculative_tokens}, but {folder} ({stored.model_type}) "
                 "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
             )
+        self._team = team
         num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
         self.model: Model = load(
             folder, dtype=self.options.dtype, mtp=speculates, plan=plan, check_sha256=check_sha256, progress=progress
@@ -130,7 +137,7 @@ class LLM:
         Checked as a whole before anything changes (CheckpointError). What is being generated goes on, recomputed; the
         first token after the return comes from the new weights. Call it between steps, from the thread that generates.
         """
-        self.model.update_weights(tree)
+        self.engine.runner.update_weights(tree)
         self.engine.invalidate()
         self.num_weight_updates += 1
 
@@ -186,18 +193,18 @@ class LLM:
         return list(sampling)
 
     def _plan_blocks(self, config: ModelConfig) -> int:
-        """Cache blocks, decided from the config alone, before a byte of weights is read."""
+        """Cache blocks, decided from the config alone, before a byte of weights is read; as many on every rank."""
         dtype = self.options.resolved_dtype
-        return self.options.plan_blocks(
+        sharing = 1 if self._team is None else self._team.place.ranks_here
+        blocks = self.options.plan_blocks(
             max_model_len=self.max_model_len,
             block_bytes=block_bytes(config, self.options.block_size, dtype),
             weight_bytes=weight_bytes(config, dtype),
-            free_bytes=free_memory_bytes(),
+            free_bytes=free_memory_bytes() // sharing,
         )
+        return blocks if self._team is None else self._team.agree("cache blocks", blocks)
 
     def _build_engine(self, num_blocks: int) -> Engine:
-        from msds.engine.runner import Runner
-
         options = self.options
         num_drafts = options.num_speculative_tokens
         prefill_buckets, decode_buckets = step_ladders(
@@ -207,8 +214,7 @@ class LLM:
             block_size=options.block_size,
             num_drafts=num_drafts,
         )
-        runner = Runner(
-            self.model,
+        runner = self._make_runner(
             num_blocks=num_blocks,
             block_size=options.block_size,
             prefill_buckets=prefill_buckets,
@@ -221,6 +227,15 @@ class LLM:
         )
         speculation = Speculation(num_drafts) if num_drafts else None
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)
+
+    def _make_runner(self, **options: Any) -> Runner:
+        from msds.engine.ranks import LeadingRunner
+        from msds.engine.runner import Runner
+        from msds.launch.team import Leader
+
+        if isinstance(self._team, Leader):
+            return LeadingRunner(self.model, team=self._team, **options)
+        return Runner(self.model, **options)
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:

@@ -23,7 +23,7 @@ from msds.weights import load_weights, settle_mtp, stored_skips
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree, tree_flatten, tree_flatten_as, tree_unflatten
+from msds_graphs.trees import Tree, TreeDef, tree_flatten, tree_flatten_as, tree_unflatten
 from msds_ops import IMPLEMENTATIONS
 
 
@@ -113,6 +113,11 @@ class Model:
         """
         from msds_graphs.binding import assign
 
+        values, structure = self.checked_weights(tree)
+        assign(self.params, self.functions.derive(tree_unflatten(structure, values), config=self.config))
+
+    def checked_weights(self, tree: Tree) -> tuple[list[npt.NDArray[Any]], TreeDef]:
+        """The leaves of new weights, and their structure, if they can be put in; CheckpointError otherwise."""
         try:
             leaves, structure = tree_flatten(self.functions.spec(self.config, self.dtype))
             values = tree_flatten_as(structure, tree, "the new weights")
@@ -126,7 +131,11 @@ class Model:
                 )
             if not np.isfinite(value).all():
                 raise CheckpointError(f"new weights at {path} hold a value that is not finite")
-        assign(self.params, self.functions.derive(tree_unflatten(structure, values), config=self.config))
+        return list(values), structure
+
+    def weight_structure(self) -> TreeDef:
+        """The structure of the canonical tree."""
+        return tree_flatten(self.functions.spec(self.config, self.dtype))[1]
 
     def _compiled_forward(self) -> Any:
         if self._forward is None:

@@ -31,14 +31,18 @@ class Cluster:
         if self.nodes < 1 or self.ranks < 1 or self.ranks % self.nodes:
             raise OptionError(f"{self.ranks} ranks on {self.nodes} nodes: give a number of nodes that divides them")
         if not 0 <= self.node_rank < self.nodes:
-            raise OptionError(f"node_rank is {self.node_rank}: with {self.nodes} nodes it is from 0 to {self.nodes - 1}")
+            raise OptionError(
+                f"node_rank is {self.node_rank}: with {self.nodes} nodes it is from 0 to {self.nodes - 1}"
+            )
         if self.nodes == 1:
             if self.master is not None:
                 raise OptionError(f"master is {self.master!r}, but there is one node: leave it out, or give --nodes")
             object.__setattr__(self, "secret", secrets.token_hex(32))
             return
         if self.master is None:
-            raise OptionError(f"{self.nodes} nodes need --master HOST:PORT: the address of node 0 and a free port there")
+            raise OptionError(
+                f"{self.nodes} nodes need --master HOST:PORT: the address of node 0 and a free port there"
+            )
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdigit() or not 1 <= int(port) < 65535:
             raise OptionError(f"master is {self.master!r}: it must be HOST:PORT, PORT from 1 to 65534")

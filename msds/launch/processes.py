@@ -67,7 +67,7 @@ def launch(
 
     arguments: what JSON can say. logs: folder of each process's output, a new one by default; rank 0 keeps our stdout,
     and its log is shown on our stderr. collectives: join MindSpore's cluster first. SIGINT and SIGTERM go to the
-    ranks, which then have stop_seconds. RankError names the rank that failed, with the end of its log; nothing that
+    ranks, which then have stop_seconds, or until the next one. RankError names the rank that failed, with the end of its log; nothing that
     was started is left. To be called on the main thread.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="msds-ranks-"))
@@ -104,7 +104,7 @@ def _start(
             "RANK_SIZE": str(cluster.ranks),
         }
         if cluster.is_master:
-            job = {"name": "scheduler", "place": None}
+            job: dict[str, Any] = {"name": "scheduler", "place": None}
             variables = {"MS_ROLE": "MS_SCHED", "RANK_ID": "0"}
             processes.append(_spawn(None, job, environment | variables, folder / "scheduler.log"))
     with contextlib.ExitStack() as stack:
@@ -181,6 +181,8 @@ def _watch(
             if late and now - started > startup_seconds:
                 names = _names(late)
                 raise RankError(f"{names} did not report within {startup_seconds:g} s of starting{_tail(late[0])}")
+            if len(received) > 1:
+                return
             if received and deadline is None:
                 deadline = now + stop_seconds
                 for process in ranks:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from msds.errors import OptionError, RankError
+from msds.errors import RankError
 from msds.launch.place import Place
 from msds.launch.processes import STARTUP_SECONDS
 from msds.launch.watch import Watch
@@ -38,13 +38,12 @@ class Leader:
         on_failure: Callable[[str], None],
         startup_seconds: float = STARTUP_SECONDS,
     ) -> None:
-        if not timeout > 0:
-            raise OptionError(f"step_timeout is {timeout!r}: it must be a number of seconds above 0")
+        self.place = place
+        self.on_failure = on_failure
         self._followers = _gather(place, time.monotonic() + startup_seconds)
         self._values: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._watch = Watch(range(place.ranks), timeout)
         self._stopping = threading.Event()
-        self._on_failure = on_failure
         for rank, connection in self._followers.items():
             connection.send("hello", {"beat_seconds": self._watch.beat_seconds})
             self._thread(f"msds-rank-{rank}", self._listen, rank, connection)
@@ -109,7 +108,7 @@ class Leader:
         while not self._stopping.wait(min(0.2, self._watch.beat_seconds)):
             problem = self._watch.problem()
             if problem is not None:
-                self._on_failure(problem)
+                self.on_failure(problem)
                 return
 
 
@@ -134,6 +133,7 @@ class Follower:
     """The end of every other rank: `agree` while both build the same things, then `serve` until rank 0 ends it."""
 
     def __init__(self, place: Place, *, startup_seconds: float = STARTUP_SECONDS) -> None:
+        self.place = place
         deadline = time.monotonic() + startup_seconds
         try:
             self._connection = connect(place.leader, place.secret, place.rank, deadline)

@@ -6,6 +6,7 @@ order of the header. What arrives is data alone: nothing in it is run or unpickl
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -55,12 +56,14 @@ class Connection:
     def send(self, kind: str, fields: Mapping[str, Any] | None = None, arrays: Arrays | None = None) -> None:
         """Returns when the system has taken it over; OSError when the other end has left."""
         parts = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-        listed = [[name, array.dtype.str, list(np.shape(arrays[name]))] for name, array in parts.items()] if arrays else []
+        listed = (
+            [[name, array.dtype.str, list(np.shape(arrays[name]))] for name, array in parts.items()] if arrays else []
+        )
         header = json.dumps({"kind": kind, "fields": dict(fields or {}), "arrays": listed}).encode()
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(header)) + header)
             for array in parts.values():
-                self._socket.sendall(memoryview(array.reshape(-1).view(np.uint8)))
+                self._socket.sendall(_bytes(array))
 
     def receive(self) -> Message | None:
         """The next message; None at the end, a broken one included. ValueError for what is no message."""
@@ -74,17 +77,15 @@ class Connection:
                 if np.dtype(dtype).kind not in "biuf":
                     raise ValueError(f"array {name!r} is of {dtype}, which is not sent")
                 arrays[name] = np.empty(shape, dtype)
-                _fill(self._socket, memoryview(arrays[name].reshape(-1).view(np.uint8)))
+                _fill(self._socket, _bytes(arrays[name]))
         except (EOFError, OSError):
             return None
         return Message(header["kind"], header["fields"], arrays)
 
     def close(self) -> None:
         """The other end hears of it, and so does a thread that receives here."""
-        try:
+        with contextlib.suppress(OSError):  # the other end was faster
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other end was faster
         self._socket.close()
 
 
@@ -140,6 +141,11 @@ def connect(address: tuple[str, int], secret: str, rank: int, deadline: float) -
 def _proof(secret: str, role: str, rank: int, leader_nonce: bytes, follower_nonce: bytes) -> bytes:
     message = role.encode() + _RANK.pack(rank) + leader_nonce + follower_nonce
     return hmac.digest(secret.encode(), message, "sha256")
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array; an empty one has no other view."""
+    return memoryview(array.reshape(-1).view(np.uint8).data)
 
 
 def _read(source: socket.socket, count: int) -> bytes:

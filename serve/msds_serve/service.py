@@ -123,7 +123,8 @@ class Service:
         if self.is_draining:
             return "the server is shutting down"
         if not self.engine.is_alive:
-            return "the engine is not running"
+            failure = self.engine.failure
+            return "the engine is not running" if failure is None else f"the engine is not running: {failure}"
         if not self.is_warm:
             return "the server is warming up"
         if self.engine.seconds_since_turn > self.options.stall_seconds:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from msds.errors import OptionError, RankError
-from msds.launch import Cluster, Place, launch
-from msds.launch.team import Leader
+from msds.errors import RankError
+from msds.launch import Cluster, launch
 
 
 def run(tmp_path: Path, ranks: int, **arguments: Any) -> None:
@@ -45,8 +44,3 @@ def test_a_rank_that_does_not_keep_up_ends_all_and_is_named(tmp_path: Path, trou
     for name in names:
         assert name in str(caught.value)
     assert caught.value.exit_code == 1
-
-
-def test_a_timeout_must_be_a_time() -> None:
-    with pytest.raises(OptionError, match="step_timeout is 0"):
-        Leader(Place(0, 1, 1, ("", 0), ""), timeout=0, on_failure=print)
