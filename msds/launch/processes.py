@@ -67,8 +67,8 @@ def launch(
 
     arguments: what JSON can say. logs: folder of each process's output, a new one by default; rank 0 keeps our stdout,
     and its log is shown on our stderr. collectives: join MindSpore's cluster first. SIGINT and SIGTERM go to the
-    ranks, which then have stop_seconds, or until the next one. RankError names the rank that failed, with the end of its log; nothing that
-    was started is left. To be called on the main thread.
+    ranks, which then have stop_seconds, or until the next one. RankError names the rank that failed, with the end of
+    its log; nothing that was started is left. To be called on the main thread.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="msds-ranks-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -120,8 +120,8 @@ class Trainer:
         others = self.step.sum_over_ranks(np.array([self.done], np.float32))[0]
         if others != self.done * self.ranks.plan.ranks:
             raise TrainingError(
-                f"rank {self.ranks.rank} goes on from step {self.done} of {self.folder}, other ranks do not: the folder "
-                "must be the same for all of them, on several machines a shared one"
+                f"rank {self.ranks.rank} goes on from step {self.done} of {self.folder}, other ranks do not: give all "
+                "of them the same folder, on several machines a shared one"
             )
 
     def run(
