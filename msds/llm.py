@@ -18,12 +18,15 @@ from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
-from msds.models.specs import block_bytes, weight_bytes
+from msds.models.specs import model_specs
+from msds.models.specs.parts import rank_bytes
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
 from msds.weights import without_mtp
+from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
+from msds_graphs.ranks import ALONE, Ranks
 from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
@@ -41,8 +44,8 @@ class LLM:
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
     memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
     compile every planned shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading
-    and compiling; None on a terminal. team: this process's part among several that hold the model together, each of
-    which makes an LLM with the same arguments; only the leader's generates.
+    and compiling; None on a terminal. ranks, team: this process among several that hold the model together, each of
+    which makes an LLM with the same other arguments; only the leader's generates.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -55,6 +58,7 @@ class LLM:
         warm_up: bool = False,
         check_sha256: bool | None = None,
         progress: bool | None = None,
+        ranks: Ranks | None = None,
         team: Leader | Follower | None = None,
         **options: Any,
     ) -> None:
@@ -70,10 +74,16 @@ class LLM:
                 f"num_speculative_tokens is {self.options.num_speculative_tokens}, but {folder} ({stored.model_type}) "
                 "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
             )
-        self._team = team
+        self._ranks, self._team = ranks or ALONE, team
         num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
         self.model: Model = load(
-            folder, dtype=self.options.dtype, mtp=speculates, plan=plan, check_sha256=check_sha256, progress=progress
+            folder,
+            dtype=self.options.dtype,
+            mtp=speculates,
+            plan=plan,
+            ranks=ranks,
+            check_sha256=check_sha256,
+            progress=progress,
         )
         self.engine = self._build_engine(num_blocks)
         self.num_weight_updates = 0
@@ -194,15 +204,22 @@ class LLM:
 
     def _plan_blocks(self, config: ModelConfig) -> int:
         """Cache blocks, decided from the config alone, before a byte of weights is read; as many on every rank."""
-        dtype = self.options.resolved_dtype
+        dtype, specs = self.options.resolved_dtype, model_specs(config)
         sharing = 1 if self._team is None else self._team.place.ranks_here
         blocks = self.options.plan_blocks(
             max_model_len=self.max_model_len,
-            block_bytes=block_bytes(config, self.options.block_size, dtype),
-            weight_bytes=weight_bytes(config, dtype),
+            block_bytes=self._bytes(specs.cache_spec(config, 1, self.options.block_size, dtype), config),
+            weight_bytes=self._bytes(specs.derived_spec(config, dtype), config),
             free_bytes=free_memory_bytes() // sharing,
         )
         return blocks if self._team is None else self._team.agree("cache blocks", blocks)
+
+    def _bytes(self, spec_tree: Tree, config: ModelConfig) -> int:
+        """Bytes of what this process holds of a tree."""
+        try:
+            return rank_bytes(spec_tree, config, self._ranks)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
 
     def _build_engine(self, num_blocks: int) -> Engine:
         options = self.options

@@ -16,12 +16,23 @@ from msds.constraints.grammars import GrammarCompiler
 from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
 from msds.layouts import open_checkpoint
 from msds.models import model_functions
+from msds.models.specs.parts import (
+    Part,
+    check_placements,
+    cut_tree,
+    local_specs,
+    moe_layers,
+    rank_parts,
+    with_tables,
+)
+from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import load_weights, settle_mtp, stored_skips
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
+from msds_graphs.ranks import Ranks
 from msds_graphs.specs import ArraySpec
 from msds_graphs.trees import Tree, TreeDef, tree_flatten, tree_flatten_as, tree_unflatten
 from msds_ops import IMPLEMENTATIONS
@@ -32,13 +43,21 @@ class Model:
 
     config: as loaded (MTP layers counted only if they are in the tree). params: the canonical tree with the derived
     leaves beside it, bound as MindSpore Parameters. functions: the module of pure functions (spec, cache_spec,
-    forward, prefill, decode, and mtp and draft for DeepSeek). plan: which implementation each op uses. tokenizer, and
+    forward, prefill, decode, and mtp and draft for DeepSeek). plan: which implementation each op uses, and the rank
+    whose part of the model this is; placements: which rank holds which experts, per MoE layer. tokenizer, and
     grammars, which compiles constraints for it: None where the folder has none. generation: defaults of
     generation_config.json.
     """
 
     def __init__(
-        self, folder: Path, config: ModelConfig, params: Tree, plan: Plan, functions: ModuleType, dtype: str
+        self,
+        folder: Path,
+        config: ModelConfig,
+        params: Tree,
+        plan: Plan,
+        functions: ModuleType,
+        dtype: str,
+        placements: tuple[ExpertPlacement, ...] = (),
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
 
@@ -47,7 +66,8 @@ class Model:
         self.functions = functions
         self.plan = plan
         self.dtype = dtype
-        self.params = bind(functions.derive(params, config=config), fresh_prefix("params"))
+        self.placements = placements
+        self.params = bind(self._derived(params), fresh_prefix("params"))
         self.tokenizer: Tokenizer | None = Tokenizer.open(folder) if has_tokenizer(folder) else None
         self.grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer)
         self._chat: ChatFormat | None = None
@@ -80,11 +100,23 @@ class Model:
             return self.config.vocab_size
         return min(self.config.vocab_size, self.tokenizer.vocab_size)
 
+    def cache_spec(self, num_blocks: int, block_size: int) -> Tree:
+        """The paged cache of this rank before any array exists."""
+        spec = self.functions.cache_spec(self.config, num_blocks, block_size, self.dtype)
+        if self.plan.ranks.plan.ranks == 1:
+            return spec
+        return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
+
+    def _derived(self, params: Tree) -> Tree:
+        """What is bound of a rank's canonical tree."""
+        return with_tables(self.functions.derive(params, config=self.config), self.config, self.placements)
+
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
         """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.
 
         `positions` defaults to 0, 1, ...; they must ascend and stay below the model's context. PromptError otherwise.
-        The first call of each length class (powers of four from 16) compiles a graph.
+        The first call of each length class (powers of four from 16) compiles a graph. A model of several ranks is
+        called on all of them at once, with texts of one length class; each replica gets the logits of its own.
         """
         ids = check_token_ids(token_ids, self.config.vocab_size)
         try:
@@ -109,12 +141,16 @@ class Model:
         """Put new weights into every compiled step, without compiling: NumPy arrays in the canonical tree of `spec`.
 
         The whole tree is checked before anything changes: CheckpointError for another structure, shape or dtype, or a
-        value that is not finite.
+        value that is not finite. A rank of several takes its part of the same whole tree.
         """
         from msds_graphs.binding import assign
 
         values, structure = self.checked_weights(tree)
-        assign(self.params, self.functions.derive(tree_unflatten(structure, values), config=self.config))
+        whole = tree_unflatten(structure, values)
+        if self.plan.ranks.plan.ranks > 1:
+            spec = self.functions.spec(self.config, self.dtype)
+            whole = cut_tree(whole, rank_parts(spec, self.config, self.plan.ranks, self.placements))
+        assign(self.params, self._derived(whole))
 
     def checked_weights(self, tree: Tree) -> tuple[list[npt.NDArray[Any]], TreeDef]:
         """The leaves of new weights, and their structure, if they can be put in; CheckpointError otherwise."""
@@ -136,6 +172,30 @@ class Model:
     def weight_structure(self) -> TreeDef:
         """The structure of the canonical tree."""
         return tree_flatten(self.functions.spec(self.config, self.dtype))[1]
+
+    def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
+        """Move experts to other ranks between steps, without compiling; outputs stay the same. All ranks call it.
+
+        placements: one per MoE layer, those of `mtp` last, of as many slots as the model was loaded with. OptionError
+        for others, or for a model that was loaded without placements.
+        """
+        from msds.experts import move_experts
+
+        if not self.placements:
+            raise OptionError("this model was loaded without placements of experts: load it with placements=")
+        try:
+            check_placements(self.config, self.plan.ranks, placements)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
+        for old, new in zip(self.placements, placements, strict=True):
+            if old.slots_per_rank != new.slots_per_rank:
+                raise OptionError(
+                    f"a placement has {new.slots_per_rank} slots per rank, the model was loaded with "
+                    f"{old.slots_per_rank}: the number of slots is fixed"
+                )
+        for (name, number), old, new in zip(moe_layers(self.config), self.placements, placements, strict=True):
+            move_experts(self.params[name][number]["mlp"]["experts"], old, new, self.plan.ranks)
+        self.placements = tuple(placements)
 
     def _compiled_forward(self) -> Any:
         if self._forward is None:
@@ -170,31 +230,50 @@ def load(
     dtype: str = "auto",
     mtp: bool | None = None,
     plan: Plan | None = None,
+    ranks: Ranks | None = None,
+    placements: Sequence[ExpertPlacement] = (),
     check_sha256: bool | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Load a folder: config.json, optionally a tokenizer, and safetensors of Hugging Face or a MindSpore training run.
 
     dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
-    False never. plan: implementation per op, default the portable ones. check_sha256: read every file once more and
-    compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or raise, False never.
-    progress: show a bar; None on a terminal.
+    False never. plan: implementation per op, default the portable ones. ranks: load only the part of this rank of a
+    ShardPlan, from any checkpoint of the whole model; its collectives need `create_groups`. None: all on one rank.
+    placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
+    file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
+    raise, False never. progress: show a bar; None on a terminal.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     folder = Path(path)
     stored = read_config(path)
     plan = checked_plan(plan or Plan())
+    if ranks is not None:
+        plan = Plan(plan.impl, ranks)
     resolved = EngineOptions(dtype=dtype).resolved_dtype
     checkpoint = open_checkpoint(folder, stored)
     try:
         config = settle_mtp(checkpoint, stored, mtp)
         functions = model_functions(config)
         spec = functions.spec(config, resolved)
+        parts = _parts(spec, config, plan.ranks, placements)
         check_digests(folder, check_sha256, progress=progress)
-        params = load_weights(checkpoint, spec, config, stored_skips(stored, config), progress=progress)
+        params = load_weights(checkpoint, spec, config, stored_skips(stored, config), parts, progress=progress)
     finally:
         checkpoint.close()
-    return Model(folder, config, params, plan, functions, resolved)
+    return Model(folder, config, params, plan, functions, resolved, tuple(placements))
+
+
+def _parts(
+    spec: Tree, config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]
+) -> dict[str, Part] | None:
+    """What this rank holds, None for all; OptionError for a plan or placements that the model cannot follow."""
+    if ranks.plan.ranks == 1 and placements:
+        raise OptionError("placements of experts need ranks to place them on: give ranks=, or leave them out")
+    try:
+        return None if ranks.plan.ranks == 1 else rank_parts(spec, config, ranks, placements)
+    except GraphError as error:
+        raise OptionError(str(error)) from None
 
 
 def check_digests(folder: Path, wanted: bool | None, *, progress: bool | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from msds.checkpoint import Checkpoint, Entry, Skip, load, shares_embedding
 from msds.config import DeepseekConfig, ModelConfig
 from msds.errors import CheckpointError
 from msds.models.names import hf_names, is_stacked, skipped_tensors
+from msds.models.specs.parts import Part
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
 
 
@@ -40,13 +41,17 @@ def without_mtp(config: ModelConfig) -> ModelConfig:
     return replace(config, num_nextn_predict_layers=0) if isinstance(config, DeepseekConfig) else config
 
 
-def checkpoint_entries(spec: Tree, config: ModelConfig) -> list[Entry]:
-    """One ledger entry per parameter of a spec tree."""
+def checkpoint_entries(spec: Tree, config: ModelConfig, parts: Mapping[str, Part] | None = None) -> list[Entry]:
+    """One ledger entry per parameter of a spec tree: all of it, or the part that a rank holds."""
     leaves, structure = tree_flatten(spec)
-    return [
-        Entry(path, hf_names(path, config), leaf.shape, leaf.dtype, is_stacked(path))
-        for path, leaf in zip(structure.paths(), leaves, strict=True)
-    ]
+    entries = []
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        entry = Entry(path, hf_names(path, config), leaf.shape, leaf.dtype, is_stacked(path))
+        if parts is not None:
+            part = parts[path]
+            entry = replace(entry, index=part.index, rows=part.experts, padding=part.padding)
+        entries.append(entry)
+    return entries
 
 
 def load_weights(
@@ -54,16 +59,18 @@ def load_weights(
     spec: Tree,
     config: ModelConfig,
     skipped: Sequence[Skip],
+    parts: Mapping[str, Part] | None = None,
     *,
     progress: bool | None = None,
 ) -> Tree:
     """The canonical tree of NumPy arrays in the spec's dtypes, every parameter filled exactly once.
 
+    parts: path -> what of it this rank holds (`rank_parts`); nothing else is read. None: all.
     `config` is the settled one (`settle_mtp`). Raises CheckpointError with all faults at once, before allocating.
     """
     if not checkpoint.faults:  # a head that a damaged file may hold is not a head that is missing
         shares_embedding(checkpoint, config.tie_word_embeddings)
-    entries = checkpoint_entries(spec, config)
+    entries = checkpoint_entries(spec, config, parts)
     arrays: dict[str, Any] = load(checkpoint, entries, skipped, progress=progress)
     return tree_unflatten(tree_flatten(spec)[1], [arrays[entry.path] for entry in entries])
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from msds_graphs.errors import GraphError
-from msds_graphs.ranks import Ranks
+from msds_graphs.ranks import ALONE, Ranks
 
 IMPLEMENTATIONS = ("reference", "portable", "primitive", "ascendc", "cpu")
 """reference: the plain definition; portable: MindSpore ops everywhere; primitive: a fused op of the wheel;
@@ -24,9 +24,9 @@ class Plan:
     """
 
     impl: tuple[tuple[str, str], ...] = ()
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ALONE
 
-    def __init__(self, impl: Mapping[str, str] | Iterable[tuple[str, str]] = (), ranks: Ranks = Ranks()) -> None:
+    def __init__(self, impl: Mapping[str, str] | Iterable[tuple[str, str]] = (), ranks: Ranks = ALONE) -> None:
         pairs = tuple(sorted(impl.items() if isinstance(impl, Mapping) else impl))
         for op, name in pairs:
             if name not in IMPLEMENTATIONS:

@@ -11,13 +11,16 @@ from msds_graphs.sharding import ShardPlan
 COLLECTIVE_AXES = ("tp", "dp", "ep", "ep_rest", "stage")
 """What collectives run along; `stage`: all dp * tp ranks of a pipeline stage."""
 
+WHOLE = ShardPlan()
+"""A model that is not cut."""
+
 
 class Place(NamedTuple):
     """A rank's group along an axis: its members in order, and where the rank stands among them."""
 
     axis: str
     members: tuple[int, ...]
-    index: int
+    position: int
     group: str
 
 
@@ -29,7 +32,7 @@ class Ranks:
     one that reaches sub-groups on CPUs. GraphError for a rank outside the plan. Frozen, hashable, usable in graphs.
     """
 
-    plan: ShardPlan = ShardPlan()
+    plan: ShardPlan = WHOLE
     rank: int = 0
     native: bool = False
     places: tuple[tuple[str, int, int, str], ...] = field(init=False, repr=False, compare=False)
@@ -37,7 +40,7 @@ class Ranks:
 
     def __post_init__(self) -> None:
         places = [self.place(axis) for axis in COLLECTIVE_AXES]
-        object.__setattr__(self, "places", tuple((p.axis, len(p.members), p.index, p.group) for p in places))
+        object.__setattr__(self, "places", tuple((p.axis, len(p.members), p.position, p.group) for p in places))
 
     def place(self, axis: str) -> Place:
         """The group of this rank along an axis; GraphError for an axis that has no collectives."""
@@ -74,3 +77,7 @@ class Ranks:
             if name == axis:
                 return group
         return ""
+
+
+ALONE = Ranks()
+"""The one rank of a model that is not cut."""

@@ -18,7 +18,8 @@ class Entry:
 
     `stacked`: the tensors are its slices along axis 0, in order; otherwise there is exactly one. `dtype`:
     float32, float16 or bfloat16 (held as `uint16`). `index`: a slice per leading axis of the full shape, for
-    a rank that holds only a part; tensors outside it are not read.
+    a rank that holds only a part; tensors outside it are not read. `rows`: of a stacked parameter, which of its
+    tensors are held, in which order, whatever `index` says of axis 0. `padding`: rows of zeros after the held part.
     """
 
     path: str
@@ -27,6 +28,8 @@ class Entry:
     dtype: str = "float32"
     stacked: bool = False
     index: tuple[slice, ...] | None = None
+    rows: tuple[int, ...] | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "float16", "bfloat16"):
@@ -34,16 +37,25 @@ class Entry:
         if len(self.names) != (self.shape[0] if self.stacked else 1):
             raise CheckpointError(f"{self.path} {list(self.shape)} cannot be made of {len(self.names)} tensors")
         self._bounds()  # refuses an index that does not fit
+        if self.rows is not None and (not self.stacked or not set(self.rows) <= set(range(self.shape[0]))):
+            raise CheckpointError(f"{self.path} {list(self.shape)} cannot be held as rows {list(self.rows)}")
 
     @property
     def loaded_shape(self) -> tuple[int, ...]:
-        """The shape of the part to be held."""
-        return tuple(stop - start for start, stop in self._bounds())
+        """The shape of the part to be read."""
+        shape = tuple(stop - start for start, stop in self._bounds())
+        return shape if self.rows is None else (len(self.rows), *shape[1:])
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of the part to be held, padding included."""
+        shape = self.loaded_shape
+        return (shape[0] + self.padding, *shape[1:]) if self.padding else shape
 
     @property
     def nbytes(self) -> int:
         """Bytes of the part to be held."""
-        return prod(self.loaded_shape) * stored_type(self.dtype).nbytes
+        return prod(self.held_shape) * stored_type(self.dtype).nbytes
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
@@ -54,9 +66,9 @@ class Entry:
         """(tensor, its place along axis 0 or None for all of the parameter, the part of it) to be read."""
         if not self.stacked:
             return [(self.names[0], None, self.index)]
-        start, stop = self._bounds()[0]
         rest = self.index[1:] if self.index else None
-        return [(name, place, rest) for place, name in enumerate(self.names[start:stop])]
+        rows = range(*self._bounds()[0]) if self.rows is None else self.rows
+        return [(self.names[row], place, rest) for place, row in enumerate(rows)]
 
     def _bounds(self) -> list[tuple[int, int]]:
         return bounds(self.path, self.shape, self.index)

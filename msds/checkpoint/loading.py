@@ -43,13 +43,14 @@ def load(
             stacklevel=2,
         )
     # np.empty reserves addresses; memory is taken as values arrive.
-    arrays = {
-        path: np.empty(entry.loaded_shape, stored_type(entry.dtype).raw) for path, entry in ledger.entries.items()
-    }
+    arrays = {path: np.empty(entry.held_shape, stored_type(entry.dtype).raw) for path, entry in ledger.entries.items()}
     bar = byte_progress("load", sum(array.nbytes for array in arrays.values()), progress)
     try:
         for entry, name, place, index in _in_file_order(checkpoint, ledger.entries.values()):
             out = arrays[entry.path] if place is None else arrays[entry.path][place]
+            if entry.padding:
+                out, spare = np.split(out, [entry.loaded_shape[0]])
+                spare[...] = 0
             for start, part in checkpoint.pieces_into(name, out, entry.dtype, index):
                 _refuse_non_finite(part, start, entry, checkpoint.info(name), index)
                 bar.update(part.nbytes)

@@ -63,8 +63,7 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        spec = model.functions.cache_spec(model.config, num_blocks, block_size, model.dtype)
-        self.cache = bind(spec, fresh_prefix("cache"))
+        self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)

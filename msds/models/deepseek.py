@@ -19,15 +19,19 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
+from msds.models.cut import cut_mlp, row_linear
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, final_hidden, outputs, traced
 from msds.models.rotary import mla_softmax_scale, rotary_constants
 from msds.models.specs.deepseek import cache_spec as cache_spec
 from msds.models.specs.deepseek import derive as derive
 from msds.models.specs.deepseek import derived_spec as derived_spec
 from msds.models.specs.deepseek import spec as spec
+from msds_graphs.collectives import after, all_gather, all_reduce, reduce_scatter
 from msds_graphs.plan import Plan
+from msds_graphs.ranks import Ranks
 from msds_ops.attention import attend, attend_latent, attention_bias, causal_mask
 from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
+from msds_ops.iota import iota
 from msds_ops.linear import linear, linear_float32, swiglu_mlp
 from msds_ops.moe import moe_experts, scores_from_logits, select_groups, top_experts
 from msds_ops.norm import rms_norm
@@ -50,13 +54,13 @@ def forward(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan, tr
     Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S, Q] bool, and with
     `trace` layers: the residual stream [S, Q, D] after each layer.
     """
-    x = embed(params, batch["tokens"])
-    shared = _shared_by_expanded(batch, config)
+    x = embed(params, batch["tokens"], plan.ranks)
+    shared = _shared_by_expanded(params, batch, config)
     states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         x, _ = _expanded_layer(layer, x, shared, config, plan)
         states = (*states, x)
-    return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
+    return traced(outputs(params, params["norm"], x, batch, 0, config, plan.ranks), states, batch, trace)
 
 
 def forward_train(params: Params, batch: Batch, config: DeepseekConfig, plan: Plan) -> dict[str, Any]:
@@ -67,23 +71,24 @@ def forward_train(params: Params, batch: Batch, config: DeepseekConfig, plan: Pl
     last, scores [S * Q, E] float32 and topk_idx [S * Q, K] int32.
     """
     tokens = batch["tokens"]
-    x = embed(params, tokens)
-    shared = _shared_by_expanded(batch, config)
+    x = embed(params, tokens, plan.ranks)
+    shared = _shared_by_expanded(params, batch, config)
     routing: tuple[Params, ...] = ()
     for layer in params["layers"]:
         x, routed = _expanded_layer(layer, x, shared, config, plan)
         routing = routing + routed
-    out = outputs(params, params["norm"], x, batch, 0, config)
-    hidden = out["hidden"]
+    out = outputs(params, params["norm"], x, batch, 0, config, plan.ranks)
+    hidden, logits = out["hidden"], out["logits"]
     mtp_logits: tuple[Tensor, ...] = ()
     for layer in params["mtp"]:
         tokens = ops.concat((tokens[:, 1:], tokens[:, :1]), 1)  # the wrapped one is read by its own position only
-        x = _mtp_input(layer, embed(params, tokens), hidden, config)
+        ahead_tokens = after(tokens, logits, plan.ranks)
+        x = _mtp_input(layer, embed(params, ahead_tokens, plan.ranks), hidden, config)
         x, routed = _expanded_layer(layer, x, shared, config, plan)
         routing = routing + routed
-        ahead = outputs(params, layer["shared_head"]["norm"], x, batch, 0, config)
-        hidden = ahead["hidden"]
-        mtp_logits = (*mtp_logits, ahead["logits"])
+        ahead = outputs(params, layer["shared_head"]["norm"], x, batch, 0, config, plan.ranks)
+        hidden, logits = ahead["hidden"], ahead["logits"]
+        mtp_logits = (*mtp_logits, logits)
     return {"logits": out["logits"], "mtp_logits": mtp_logits, "routing": routing}
 
 
@@ -145,10 +150,10 @@ def mtp(
     first depth + 1 tokens have none, and theirs are not read. `params` is the derived tree.
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
-    x = _mtp_input(layer, embed(params, batch["tokens"]), batch["hidden"], config)
-    shared = _shared_by_layers(batch, config, block_size, depth + 1)
+    x = _mtp_input(layer, embed(params, batch["tokens"], plan.ranks), batch["hidden"], config)
+    shared = _shared_by_layers(params, batch, config, block_size, depth + 1)
     x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
-    out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config)
+    out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config, plan.ranks)
     pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
     return out, {"layers": cache["layers"], "mtp": pages}
 
@@ -193,17 +198,18 @@ def _write_mtp_entries(
     params: Params,
     pages: tuple[Params, ...],
     batch: Batch,
+    tokens: Tensor,
     hidden: Tensor,
     rope: tuple[Tensor, Tensor],
     config: DeepseekConfig,
     plan: Plan,
 ) -> tuple[Params, ...]:
-    """The MTP pages with the first layer's entries of the batch's tokens; hidden [S, Q, D] are their own states."""
+    """The MTP pages with the first layer's entries of `tokens` [S, Q]; hidden [S, Q, D] are their own states."""
     layer = params["mtp"][0]
     before = batch["prev_hidden"].expand_dims(1).astype(hidden.dtype)
     if hidden.shape[1] > 1:
         before = ops.concat((before, hidden[:, :-1]), 1)
-    x = _mtp_input(layer, embed(params, batch["tokens"]), before, config)
+    x = _mtp_input(layer, embed(params, tokens, plan.ranks), before, config)
     normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
     new = _latent(layer["self_attn"], normed, rope, config)
     latent = cache_write(pages[0]["latent"], new, batch["slot_mapping"], plan.implementation("cache_write"))
@@ -217,12 +223,12 @@ def _mtp_input(layer: Params, embedded: Tensor, hidden: Tensor, config: Deepseek
     return linear(layer["eh_proj"], ops.concat((embedded, hidden), -1))
 
 
-def _shared_by_expanded(batch: Batch, config: DeepseekConfig) -> dict[str, Any]:
+def _shared_by_expanded(params: Params, batch: Batch, config: DeepseekConfig) -> dict[str, Any]:
     """What every layer of a teacher-forced pass needs of the batch."""
     mask = causal_mask(batch["positions"], batch["query_lens"])
     return {
         "rope": _rope(config, batch["positions"]),
-        "bias": attention_bias(mask, config.num_attention_heads),
+        "bias": attention_bias(mask, _num_heads(params, config)),
     }
 
 
@@ -235,7 +241,7 @@ def _expanded_layer(
     q_nope, q_pe = _queries(attention, normed, rope, config)
     sequences, _, queries, _ = shared["bias"].shape
     latent = _latent(attention, normed, rope, config).reshape(sequences, queries, -1)
-    x = x + _attend_expanded(attention, q_nope, q_pe, latent, shared["bias"], config)
+    x = x + _attend_expanded(attention, q_nope, q_pe, latent, shared["bias"], config, plan)
     y, routing = _mlp_with_routing(layer, x, config, plan)
     return x + y, routing
 
@@ -251,22 +257,25 @@ def _cached_step(
     block_size: int,
     trace: bool,
 ) -> tuple[Outputs, Cache]:
-    x = embed(params, batch["tokens"])
-    shared = _shared_by_layers(batch, config, block_size, 0)
+    x = embed(params, batch["tokens"], plan.ranks)
+    shared = _shared_by_layers(params, batch, config, block_size, 0)
     pages: tuple[Params, ...] = ()
     states: tuple[Tensor, ...] = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages, states = (*pages, page), (*states, x)
-    out = traced(outputs(params, params["norm"], x, batch, num_logits, config), states, batch, trace)
+    out = traced(outputs(params, params["norm"], x, batch, num_logits, config, plan.ranks), states, batch, trace)
     ahead = cache["mtp"]
     if "prev_hidden" in batch:
         hidden = final_hidden(params["norm"], x, batch, config)
-        ahead = _write_mtp_entries(params, ahead, batch, hidden, shared["rope"], config, plan)
+        tokens = after(batch["tokens"], out["logits"], plan.ranks)
+        ahead = _write_mtp_entries(params, ahead, batch, tokens, hidden, shared["rope"], config, plan)
     return out, {"layers": pages, "mtp": ahead}
 
 
-def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int, first: int) -> dict[str, Any]:
+def _shared_by_layers(
+    params: Params, batch: Batch, config: DeepseekConfig, block_size: int, first: int
+) -> dict[str, Any]:
     """What every layer of a step needs of the batch, computed once. first: the first position that has an entry."""
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
     mask = context_mask(batch["positions"], slots.shape[1], first)
@@ -274,7 +283,7 @@ def _shared_by_layers(batch: Batch, config: DeepseekConfig, block_size: int, fir
         "rope": _rope(config, batch["positions"]),
         "new_slots": batch["slot_mapping"],
         "context_slots": slots,
-        "bias": attention_bias(mask, config.num_attention_heads),
+        "bias": attention_bias(mask, _num_heads(params, config)),
     }
 
 
@@ -294,11 +303,16 @@ def _cached_layer(
     new = _latent(params, normed, shared["rope"], config)
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
-    x = x + attention(params, q_nope, q_pe, context, shared["bias"], config)
+    x = x + attention(params, q_nope, q_pe, context, shared["bias"], config, plan)
     return x + _mlp(layer, x, config, plan), {"latent": latent}
 
 
 # --- attention -----------------------------------------------------------------------------------------------
+
+
+def _num_heads(params: Params, config: DeepseekConfig) -> int:
+    """Heads of this rank, as its slice of the weights says."""
+    return int(params["layers"][0]["self_attn"]["o_proj"]["weight"].shape[1] // config.v_head_dim)
 
 
 def _rope(config: DeepseekConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -313,7 +327,7 @@ def _queries(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> tu
     else:
         q_latent = linear(params["q_a_proj"], x)
         q = linear(params["q_b_proj"], rms_norm(q_latent, params["q_a_layernorm"]["weight"], LATENT_NORM_EPS))
-    q = q.reshape(x.shape[0], config.num_attention_heads, config.qk_head_dim)
+    q = q.reshape(x.shape[0], -1, config.qk_head_dim)
     q_nope, q_pe = q[:, :, : config.qk_nope_head_dim], q[:, :, config.qk_nope_head_dim :]
     return q_nope, rotate(q_pe, rope[0], rope[1], True)
 
@@ -328,7 +342,7 @@ def _latent(params: Params, x: Tensor, rope: Any, config: DeepseekConfig) -> Ten
 
 
 def _attend_expanded(
-    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig, plan: Plan
 ) -> Tensor:
     """Naive MLA: expand every context latent into keys and values of every head.
 
@@ -343,11 +357,11 @@ def _attend_expanded(
     k = ops.concat((kv[:, :, :, :nope], k_pe), -1)  # [S, H, C, N + R]
     q = ops.concat((q_nope, q_pe), -1).reshape(sequences, queries, heads, config.qk_head_dim)
     out = attend(q, k, kv[:, :, :, nope:], bias, mla_softmax_scale(config))
-    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+    return row_linear(params["o_proj"], out.reshape(sequences * queries, -1), plan.ranks)
 
 
 def _attend_absorbed(
-    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig
+    params: Params, q_nope: Tensor, q_pe: Tensor, latent: Tensor, bias: Tensor, config: DeepseekConfig, plan: Plan
 ) -> Tensor:
     """MLA in the latent space: q W_UK against the latent itself, W_UV after the softmax. Shapes as the naive one."""
     sequences, heads, queries, _ = bias.shape
@@ -358,7 +372,7 @@ def _attend_absorbed(
     out = attend_latent(q, latent, bias, mla_softmax_scale(config))[:, :, :, : config.kv_lora_rank]
     out = out.transpose(1, 0, 2, 3).reshape(heads, sequences * queries, -1)  # [H, T, L]
     out = _bmm_nt(out, w_uv).transpose(1, 0, 2)  # [T, H, V]
-    return linear(params["o_proj"], out.reshape(sequences * queries, -1))
+    return row_linear(params["o_proj"], out.reshape(sequences * queries, -1), plan.ranks)
 
 
 # --- feed-forward --------------------------------------------------------------------------------------------
@@ -369,7 +383,7 @@ def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
-        return swiglu_mlp(params, x)
+        return cut_mlp(params, x, plan.ranks)
     return _moe(params, x, _scores(params, x, config), config, plan)[0]
 
 
@@ -381,7 +395,7 @@ def _mlp_with_routing(
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
-        return swiglu_mlp(params, x), ()
+        return cut_mlp(params, x, plan.ranks), ()
     scores = _scores(params, x, config)
     y, topk_idx = _moe(params, x, scores, config, plan)
     return y, ({"scores": scores, "topk_idx": topk_idx},)
@@ -394,10 +408,49 @@ def _scores(params: Params, x: Tensor, config: DeepseekConfig) -> Tensor:
 def _moe(params: Params, x: Tensor, scores: Tensor, config: DeepseekConfig, plan: Plan) -> tuple[Tensor, Tensor]:
     """Routed and shared experts: [T, D], [T, E] -> [T, D], and the experts that were chosen [T, K]."""
     topk_idx, weights = route(params["gate"], scores, config)
-    y = moe_experts(x, topk_idx, weights, params["experts"], plan.implementation("moe_experts"))
+    y = _routed(params, x, topk_idx, weights, plan)
     if config.n_shared_experts:
         y = y + swiglu_mlp(params["shared_experts"], x)
-    return y, topk_idx
+    return all_reduce(y, "tp", plan.ranks), topk_idx
+
+
+def _routed(params: Params, x: Tensor, topk_idx: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """The chosen experts of each token: [T, D], two [T, K] -> [T, D]; its sum over tp where the model is cut.
+
+    The tokens of all replicas come together, each rank computes the pairs of its experts, and a replica gets back the
+    sums of its own tokens.
+    """
+    ranks, impl = plan.ranks, plan.implementation("moe_experts")
+    if ranks.size("stage") == 1:
+        return moe_experts(x, topk_idx, weights, params["experts"], impl)
+    chosen = topk_idx.shape[1]
+    x = all_gather(x, "dp", 0, ranks)
+    if ranks.size("dp") > 1:
+        routing = ops.concat((topk_idx.astype(ms.float32), weights.astype(ms.float32)), 1)
+        routing = all_gather(after(routing, x, ranks), "dp", 0, ranks)
+        topk_idx, weights = routing[:, :chosen].astype(ms.int32), routing[:, chosen:]
+    slots = local_slots(topk_idx, params["experts"], ranks)
+    y = moe_experts(x, slots, weights, params["experts"], impl, True)
+    return reduce_scatter(y, "dp", 0, ranks)
+
+
+def local_slots(topk_idx: Tensor, experts: Params, ranks: Ranks) -> Tensor:
+    """Where this rank holds the chosen experts: [T, K] int32 -> [T, K] int32, as many as it holds for those of others.
+
+    Without a placement rank r of ep holds the r-th run of experts. With one (`slot_table`, `num_replicas`), an
+    expert's pairs are dealt to its replicas by token.
+    """
+    held = experts["gate_proj"].shape[0]
+    place = topk_idx
+    if "slot_table" in experts:
+        table, flat = experts["slot_table"], topk_idx.reshape(-1)  # [E, R]
+        token = iota(flat.shape[0]) // topk_idx.shape[1]
+        count = ops.gather(experts["num_replicas"], flat, 0)
+        replica = token - token // count * count
+        place = ops.gather(table.reshape(-1), flat * table.shape[1] + replica, 0).reshape(topk_idx.shape)
+    slot = place - ranks.index("ep") * held
+    is_here = ops.logical_and(slot >= 0, slot < held)
+    return ops.where(is_here, slot, ops.full_like(slot, held))
 
 
 def route(gate: Params, scores: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from msds.config import ModelConfig
+from msds_graphs.collectives import all_gather, all_reduce
+from msds_graphs.ranks import Ranks
 from msds_ops.iota import iota
 from msds_ops.linear import linear
 from msds_ops.norm import rms_norm
@@ -19,12 +21,20 @@ Batch = dict[str, Tensor]
 Outputs = dict[str, Tensor]
 
 
-def embed(params: Params, tokens: Tensor) -> Tensor:
-    """[S, Q] int32 -> [S * Q, D]."""
-    return ops.gather(params["embed_tokens"]["weight"], tokens.reshape(-1), 0)  # [T, D]
+def embed(params: Params, tokens: Tensor, ranks: Ranks) -> Tensor:
+    """[S, Q] int32 -> [S * Q, D]. A rank has consecutive rows of the table and gives zeros for the ids of others."""
+    table, tokens = params["embed_tokens"]["weight"], tokens.reshape(-1)
+    if ranks.size("tp") == 1:
+        return ops.gather(table, tokens, 0)  # [T, D]
+    row = tokens - ranks.index("tp") * table.shape[0]
+    is_mine = ops.logical_and(row >= 0, row < table.shape[0])
+    rows = ops.gather(table, ops.where(is_mine, row, ops.zeros_like(row)), 0)
+    return all_reduce(ops.where(is_mine.expand_dims(-1), rows, ops.zeros((1,), rows.dtype)), "tp", ranks)
 
 
-def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig) -> Outputs:
+def outputs(
+    params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: int, config: ModelConfig, ranks: Ranks
+) -> Outputs:
     """Final norm and head for the last `num_logits` real tokens of each sequence, or all (0).
 
     norm: the model's own or that of an MTP layer. x [S * Q, D] -> logits [S, num_logits, vocab] float32,
@@ -41,6 +51,8 @@ def outputs(params: Params, norm: Params, x: Tensor, batch: Batch, num_logits: i
         hidden = last_rows(hidden, batch["query_lens"], rows)
     head = params["embed_tokens"] if config.tie_word_embeddings else params["lm_head"]
     logits = linear(head, hidden.reshape(sequences * rows, -1)).astype(ms.float32)
+    if ranks.size("tp") > 1:  # the last parts of the vocabulary may be filled up
+        logits = all_gather(logits, "tp", 1, ranks)[:, : config.vocab_size]
     return {"logits": logits.reshape(sequences, rows, -1), "hidden": hidden, "is_finite": is_finite}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from mindspore import Tensor
 
 from msds.config import LlamaConfig
+from msds.models.cut import cut_mlp, row_linear
 from msds.models.ends import Batch, Cache, Outputs, Params, embed, outputs, traced
 from msds.models.rotary import rotary_constants
 from msds.models.specs.llama import cache_spec as cache_spec
@@ -18,7 +19,7 @@ from msds.models.specs.llama import spec as spec
 from msds_graphs.plan import Plan
 from msds_ops.attention import attend, attention_bias, causal_mask
 from msds_ops.cache import cache_read, cache_write, context_mask, context_slots, head_rows
-from msds_ops.linear import linear, swiglu_mlp
+from msds_ops.linear import linear
 from msds_ops.norm import rms_norm
 from msds_ops.rope import rope_cos_sin, rotate
 
@@ -32,16 +33,16 @@ def forward(params: Params, batch: Batch, config: LlamaConfig, plan: Plan, trace
     Returns logits [S, Q, vocab] float32, hidden [S, Q, D] after the final norm, is_finite [S, Q] bool, and with
     `trace` layers: the residual stream [S, Q, D] after each layer.
     """
-    x = embed(params, batch["tokens"])
+    x = embed(params, batch["tokens"], plan.ranks)
     rope = _rope(config, batch["positions"])
-    bias = attention_bias(causal_mask(batch["positions"], batch["query_lens"]), config.num_attention_heads)
+    bias = attention_bias(causal_mask(batch["positions"], batch["query_lens"]), _num_heads(params, "q_proj", config))
     states: tuple[Tensor, ...] = ()
     for layer in params["layers"]:
         q, k, v = _project(layer, x, batch, rope, config)
-        x = x + _attend(layer["self_attn"], q, k, v, bias, config)
-        x = x + _mlp(layer, x, config)
+        x = x + _attend(layer["self_attn"], q, k, v, bias, config, plan)
+        x = x + _mlp(layer, x, config, plan)
         states = (*states, x)
-    return traced(outputs(params, params["norm"], x, batch, 0, config), states, batch, trace)
+    return traced(outputs(params, params["norm"], x, batch, 0, config, plan.ranks), states, batch, trace)
 
 
 def forward_train(params: Params, batch: Batch, config: LlamaConfig, plan: Plan) -> dict[str, Any]:
@@ -65,14 +66,14 @@ def prefill(
     Returns logits [S, num_logits, vocab] float32 of the last `num_logits` tokens of each sequence (0: all), hidden
     likewise, is_finite [S, Q] of its new tokens, layers with `trace` (see `forward`), and the written cache.
     """
-    x = embed(params, batch["tokens"])
+    x = embed(params, batch["tokens"], plan.ranks)
     rope = _rope(config, batch["positions"])
-    heads = config.num_key_value_heads
+    heads = _num_heads(params, "k_proj", config)
     num_slots = cache["layers"][0]["k"].shape[0] // heads
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
     context_rows = head_rows(slots, heads, num_slots)  # [S, G, C]
     new_rows = head_rows(batch["slot_mapping"], heads, num_slots)  # [S, G, Q]
-    bias = attention_bias(context_mask(batch["positions"], slots.shape[1]), config.num_attention_heads)
+    bias = attention_bias(context_mask(batch["positions"], slots.shape[1]), _num_heads(params, "q_proj", config))
     impl = plan.implementation("cache_write")
     pages: tuple[Params, ...] = ()
     states: tuple[Tensor, ...] = ()
@@ -80,16 +81,21 @@ def prefill(
         q, k, v = _project(layer, x, batch, rope, config)
         page_k, page_v = cache_write(page["k"], k, new_rows, impl), cache_write(page["v"], v, new_rows, impl)
         context_k, context_v = cache_read(page_k, context_rows), cache_read(page_v, context_rows)
-        x = x + _attend(layer["self_attn"], q, context_k, context_v, bias, config)
-        x = x + _mlp(layer, x, config)
+        x = x + _attend(layer["self_attn"], q, context_k, context_v, bias, config, plan)
+        x = x + _mlp(layer, x, config, plan)
         pages, states = (*pages, {"k": page_k, "v": page_v}), (*states, x)
-    return traced(outputs(params, params["norm"], x, batch, num_logits, config), states, batch, trace), {
+    return traced(outputs(params, params["norm"], x, batch, num_logits, config, plan.ranks), states, batch, trace), {
         "layers": pages
     }
 
 
 decode = prefill
 """One or a few new tokens per sequence: with keys and values in the cache, the same mathematics as a chunk."""
+
+
+def _num_heads(params: Params, name: str, config: LlamaConfig) -> int:
+    """Query ("q_proj") or key/value ("k_proj") heads of this rank, as its slice of the weights says."""
+    return int(params["layers"][0]["self_attn"][name]["weight"].shape[0] // config.head_dim)
 
 
 def _rope(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,20 +108,20 @@ def _project(layer: Params, x: Tensor, batch: Batch, rope: Any, config: LlamaCon
     params = layer["self_attn"]
     sequences, queries = batch["tokens"].shape
     x = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
-    q = linear(params["q_proj"], x).reshape(x.shape[0], config.num_attention_heads, config.head_dim)
-    k = linear(params["k_proj"], x).reshape(x.shape[0], config.num_key_value_heads, config.head_dim)
-    v = linear(params["v_proj"], x).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
-    q = rotate(q, rope[0], rope[1], False).reshape(sequences, queries, config.num_attention_heads, config.head_dim)
-    k = rotate(k, rope[0], rope[1], False).reshape(sequences, queries, config.num_key_value_heads, config.head_dim)
+    q = linear(params["q_proj"], x).reshape(x.shape[0], -1, config.head_dim)
+    k = linear(params["k_proj"], x).reshape(x.shape[0], -1, config.head_dim)
+    v = linear(params["v_proj"], x).reshape(sequences, queries, -1, config.head_dim)
+    q = rotate(q, rope[0], rope[1], False).reshape(sequences, queries, -1, config.head_dim)
+    k = rotate(k, rope[0], rope[1], False).reshape(sequences, queries, -1, config.head_dim)
     return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
-def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, config: LlamaConfig) -> Tensor:
+def _attend(params: Params, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, config: LlamaConfig, plan: Plan) -> Tensor:
     """q [S, Q, H, K], k and v [S, G, C, K], bias [S, H, Q, C] -> [T, D]."""
     out = attend(q, k, v, bias, config.head_dim**-0.5)
-    return linear(params["o_proj"], out.reshape(q.shape[0] * q.shape[1], -1))
+    return row_linear(params["o_proj"], out.reshape(q.shape[0] * q.shape[1], -1), plan.ranks)
 
 
-def _mlp(layer: Params, x: Tensor, config: LlamaConfig) -> Tensor:
+def _mlp(layer: Params, x: Tensor, config: LlamaConfig, plan: Plan) -> Tensor:
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-    return swiglu_mlp(layer["mlp"], x)
+    return cut_mlp(layer["mlp"], x, plan.ranks)

@@ -6,9 +6,14 @@ from mindspore import Tensor, ops
 _matmul_nt = ops.MatMul(transpose_b=True)
 
 
+def product(node: dict[str, Tensor], x: Tensor) -> Tensor:
+    """x W^T: [T, D] -> [T, O], without the bias. `node` holds `weight` [O, D]."""
+    return _matmul_nt(x, node["weight"])
+
+
 def linear(node: dict[str, Tensor], x: Tensor) -> Tensor:
     """x W^T (+ b): [T, D] -> [T, O]. `node` holds `weight` [O, D] and, where the model has one, `bias` [O]."""
-    y = _matmul_nt(x, node["weight"])
+    y = product(node, x)
     if "bias" in node:
         y = y + node["bias"]
     return y
@@ -21,4 +26,9 @@ def linear_float32(weight: Tensor, x: Tensor) -> Tensor:
 
 def swiglu_mlp(node: dict[str, dict[str, Tensor]], x: Tensor) -> Tensor:
     """down(silu(gate(x)) * up(x)): [T, D] -> [T, D] (Shazeer 2020, SwiGLU)."""
-    return linear(node["down_proj"], ops.silu(linear(node["gate_proj"], x)) * linear(node["up_proj"], x))
+    return linear(node["down_proj"], swiglu(node, x))
+
+
+def swiglu(node: dict[str, dict[str, Tensor]], x: Tensor) -> Tensor:
+    """silu(gate(x)) * up(x): [T, D] -> [T, I]."""
+    return ops.silu(linear(node["gate_proj"], x)) * linear(node["up_proj"], x)

@@ -70,15 +70,18 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     return topk_idx, weights
 
 
-def moe_experts(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str) -> Tensor:
+def moe_experts(
+    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str, partial: bool = False
+) -> Tensor:
     """sum_k weight_k * SwiGLU expert_k(x): [T, D], two [T, K] -> [T, D].
 
     `node` holds gate_proj and up_proj [E, I, D], down_proj [E, D, I]. `reference` computes every
-    expert for every token; `portable` computes only chosen pairs.
+    expert for every token; `portable` computes only chosen pairs. partial: `node` holds some of the experts; a pair
+    whose topk_idx is E is another rank's and adds nothing here.
     """
     if impl == "reference":
         return _experts_dense(x, topk_idx, weights, node)
-    return _experts_blocked(x, topk_idx, weights, node)
+    return _experts_blocked(x, topk_idx, weights, node, partial)
 
 
 def _experts_dense(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
@@ -91,21 +94,33 @@ def _experts_dense(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str,
     return (y * mixture.T.expand_dims(-1).astype(y.dtype)).sum(0)
 
 
-def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
-    """Sort the T*K pairs by expert into blocks of M rows of one expert each, one batched product over blocks."""
+def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], partial: bool) -> Tensor:
+    """Sort the T*K pairs by expert into blocks of M rows of one expert each, one batched product over blocks.
+
+    Any rank may get all pairs, so a partial node has as many blocks as one of all experts: spreading experts saves
+    their memory, not the padded rows of this form.
+    """
     tokens, features = x.shape
     chosen = topk_idx.shape[1]
     experts = node["gate_proj"].shape[0]
     block_rows, num_blocks = block_shape(tokens * chosen, experts)
     if block_rows == 1:  # pair order is as good as any
         block_expert = topk_idx.reshape(-1)
+        if partial:
+            block_expert = ops.minimum(block_expert, experts - 1)
         rows = ops.repeat_interleave(x, chosen, 0).expand_dims(1)  # [T * K, 1, D]
         place = None
     else:
         place, block_expert = place_pairs(topk_idx.reshape(-1), experts, block_rows, num_blocks)
         token_of_pair = iota(tokens * chosen) // chosen
-        source = ops.full((num_blocks * block_rows,), tokens, dtype=ms.int32)  # empty places read the zero row
+        if partial:  # one place more, where the pairs of other ranks go
+            place = ops.where(topk_idx.reshape(-1) < experts, place, num_blocks * block_rows)
+        spare = 1 if partial else 0
+        source = ops.full((num_blocks * block_rows + spare,), tokens, dtype=ms.int32)  # empty places read the zero row
         source = ops.tensor_scatter_update(source, place.expand_dims(-1), token_of_pair)
+        if partial:
+            source = source[: num_blocks * block_rows]
+            place = ops.minimum(place, num_blocks * block_rows - 1)
         padded = ops.concat((x, ops.zeros((1, features), x.dtype)), 0)
         rows = ops.gather(padded, source, 0).reshape(num_blocks, block_rows, features)
     gate = ops.gather(node["gate_proj"], block_expert, 0)  # [N, I, D]
@@ -114,6 +129,8 @@ def _experts_blocked(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[st
     y = _swiglu_rows(rows, gate, up, down).reshape(num_blocks * block_rows, features)
     if place is not None:
         y = ops.gather(y, place, 0)
+    if partial:  # selected, not multiplied: what stands in these rows may be infinite
+        y = ops.where((topk_idx < experts).reshape(-1, 1), y, ops.zeros((1,), y.dtype))
     y = y.reshape(tokens, chosen, features) * weights.expand_dims(-1).astype(y.dtype)
     return y.sum(1)
 

@@ -11,7 +11,6 @@ from msds.launch import Place
 from msds.launch.team import Follower, Leader
 from msds.llm import LLM
 from msds_graphs.collectives import create_groups
-from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan
 
@@ -21,7 +20,7 @@ def serve_rank(place: Place, *, path: str, plan: str, step_timeout: float, argum
     from msds_serve.run import serve
 
     service = {name: tuple(value) if isinstance(value, list) else value for name, value in arguments["service"].items()}
-    engine = arguments["engine"] | {"plan": _plan(plan, place)}
+    engine = arguments["engine"] | {"ranks": Ranks(ShardPlan.parse(plan), place.rank)}
 
     def lead(team: Leader) -> None:
         serve(path, **arguments | {"service": service, "engine": engine}, team=team)
@@ -36,7 +35,7 @@ def generate_rank(
     from msds.errors import RankError
     from msds_serve.cli import generate_with
 
-    engine = engine | {"plan": _plan(plan, place)}
+    engine = engine | {"ranks": Ranks(ShardPlan.parse(plan), place.rank)}
 
     def lead(team: Leader) -> None:
         code = generate_with(LLM(path, team=team, progress=False, **engine), argparse.Namespace(**options))
@@ -49,7 +48,7 @@ def generate_rank(
 def _run(
     place: Place, step_timeout: float, path: str, engine: Mapping[str, Any], lead: Callable[[Leader], None]
 ) -> None:
-    create_groups(engine["plan"].ranks)
+    create_groups(engine["ranks"])
     if place.rank:
         follower = Follower(place)
         follow(LLM(path, team=follower, progress=False, **engine).engine.runner, follower)
@@ -57,7 +56,3 @@ def _run(
     leader = Leader(place, timeout=step_timeout, on_failure=place.fail)
     lead(leader)
     leader.stop()
-
-
-def _plan(text: str, place: Place) -> Plan:
-    return Plan(ranks=Ranks(ShardPlan.parse(text), place.rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,24 @@ from msds.launch import Cluster, launch
 from msds.train.state import LOG_NAME, STATE_NAME, read_state
 from msds_serve.cli import main
 from tests.launch.train_entries import train
-from tests.train.conftest import small  # noqa: F401  (a fixture)
+from tests.reference.checkpoints import write_checkpoint
+from tests.reference.variants import VARIANTS
 
 
 @pytest.fixture(scope="module")
-def runs(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V3 of one MoE layer: each process compiles it."""
+    base = VARIANTS["v3_all_moe"]
+    sizes = {"num_hidden_layers": 1, "num_nextn_predict_layers": 0, "n_routed_experts": 8, "vocab_size": 256}
+    VARIANTS["v3_one_layer"] = replace(base, name="v3_one_layer", config=base.config | sizes)
+    try:
+        return write_checkpoint("v3_one_layer", tmp_path_factory.mktemp("small") / "model")
+    finally:
+        del VARIANTS["v3_one_layer"]
+
+
+@pytest.fixture(scope="module")
+def runs(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders `one` and `two`, of one process and of two; `one-half` gone on with by two."""
     root = tmp_path_factory.mktemp("runs")
     train(str(small), root / "one")

@@ -25,10 +25,10 @@ OPTIONS = TrainOptions(
 def train(model: str, folder: Path, ranks: Ranks | None = None) -> Trainer:
     """Two steps in `folder`, and what it was after one of them in `folder`-half."""
     trainer = Trainer(
-        msds.load(model, mtp=True, progress=False),
+        msds.load(model, progress=False),
         folder,
         OPTIONS,
-        objective=NextToken(mtp_weight=0.3, balance_weight=0.02),
+        objective=NextToken(balance_weight=0.02),
         # a larger eps: with the usual one, Adam makes a whole step of what is left when a gradient rounds to nothing
         optimizer=AdamW(weight_decay=0.3, max_grad_norm=0.5, bias_update_speed=0.01, eps=1e-3),
         ranks=ranks,

@@ -29,7 +29,7 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--mesh", "cpu:2", "--plan", "tp4"], ["plan tp4 needs", "= 4 ranks, mesh cpu:2 has 2"]),
         (["--mesh", "cpu:2", "--plan", "xp2"], ["axis", "dp, tp, ep and pp"]),
         (["--mesh", "cpu:2", "--plan", "dp2"], ["plan dp2 has dp 2", "start 2 services", "tp2"]),
-        (["--mesh", "cpu:2", "--plan", "pp2"], ["plan pp2 has pp 2", "tp2"]),
+        (["--mesh", "cpu:2", "--plan", "pp2"], ["plan pp2 does not fit", "pp is planned but not executed"]),
         (["--mesh", "cpu:3"], ["plan tp3 does not fit", "heads"]),
         (["--mesh", "a2:2"], ["mesh a2:2", "cpu:N"]),
         (["--mesh", "cpu:2", "--step-timeout", "0"], ["step_timeout is 0"]),

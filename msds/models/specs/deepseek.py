@@ -147,7 +147,8 @@ def derive(params: Params, *, config: DeepseekConfig) -> Params:
     """
 
     def absorbed(kv_b: Any) -> Params:
-        kv_b = kv_b.reshape(config.num_attention_heads, -1, config.kv_lora_rank)  # [H, N + V, L]
+        # the heads of this rank: all, or its slice
+        kv_b = kv_b.reshape(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)  # [H, N + V, L]
         return {
             "w_uk": np.ascontiguousarray(kv_b[:, : config.qk_nope_head_dim]),
             "w_uv": np.ascontiguousarray(kv_b[:, config.qk_nope_head_dim :]),

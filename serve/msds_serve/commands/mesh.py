@@ -56,10 +56,11 @@ def checked_plan(mesh_text: str, plan_text: str | None, model: str) -> tuple[str
     """The plan of a mesh, as text, and its ranks; OptionError where the mesh or the model cannot be run so."""
     from msds.config import read_config
     from msds.models.specs import model_specs
-    from msds.models.specs.rules import sharding_rules
+    from msds.models.specs.parts import rank_parts
     from msds_graphs.errors import GraphError
     from msds_graphs.mesh import Mesh
-    from msds_graphs.sharding import ShardPlan, rank_shards
+    from msds_graphs.ranks import Ranks
+    from msds_graphs.sharding import ShardPlan
 
     try:
         mesh = Mesh.parse(mesh_text)
@@ -74,11 +75,9 @@ def checked_plan(mesh_text: str, plan_text: str | None, model: str) -> tuple[str
             f"plan {plan} has dp {plan.dp}: one service schedules for one replica; start {plan.dp} services with "
             f"dp 1 and balance requests between them, or use tp{mesh.ranks}"
         )
-    if plan.pp > 1:
-        raise OptionError(f"plan {plan} has pp {plan.pp}: steps are not cut into stages here; use tp{mesh.ranks}")
     config = read_config(model)
     try:
-        rank_shards(model_specs(config).spec(config, "float32"), sharding_rules(config), plan, 0)
+        rank_parts(model_specs(config).spec(config, "float32"), config, Ranks(plan))
     except GraphError as error:
         raise OptionError(f"plan {plan} does not fit {model}: {error}") from None
     return str(plan), plan.ranks

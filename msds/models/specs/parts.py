@@ -1,0 +1,130 @@
+"""The part of every array that one rank holds: for loading it, for cutting it from a whole tree, for its shape."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from msds.config import DeepseekConfig, ModelConfig
+from msds.models.specs import tree_bytes
+from msds.models.specs.placement import ExpertPlacement
+from msds.models.specs.rules import check_plan, sharding_rules
+from msds_graphs.errors import GraphError
+from msds_graphs.ranks import Ranks
+from msds_graphs.sharding import rank_shards
+from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
+
+_EXPERTS = re.compile(r"(layers|mtp)\.(\d+)\.mlp\.experts\.\w+")
+
+
+@dataclass(frozen=True)
+class Part:
+    """index: the slice of the whole array; experts: rows held along axis 0 instead, in this order; padding: rows of
+    zeros after that."""
+
+    index: tuple[slice, ...]
+    experts: tuple[int, ...] | None = None
+    padding: int = 0
+
+    def cut(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The part of a whole array, as an array of its own."""
+        if self.experts is not None:
+            array = array[list(self.experts)]
+            return np.ascontiguousarray(array[(slice(None), *self.index[1:])])
+        held = array[self.index]
+        if not self.padding:
+            return np.ascontiguousarray(held)
+        return np.concatenate((held, np.zeros((self.padding, *held.shape[1:]), held.dtype)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part, padding included."""
+        shape = [part.stop - part.start for part in self.index]
+        if self.experts is not None:
+            shape[0] = len(self.experts)
+        return (shape[0] + self.padding, *shape[1:])
+
+
+def rank_parts(
+    spec_tree: Tree, config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement] = ()
+) -> dict[str, Part]:
+    """Path -> part of each array of a spec tree (weights or cache). GraphError for a plan that cannot be executed.
+
+    placements: one per MoE layer, the layers of `mtp` last; none: runs of experts.
+    """
+    if ranks.plan.pp > 1:
+        raise GraphError(f"plan {ranks.plan}: pp is planned but not executed; use dp, tp and ep")
+    check_plan(config, ranks.plan)
+    check_placements(config, ranks, placements)
+    shards = rank_shards(spec_tree, sharding_rules(config), ranks.plan, ranks.rank)
+    parts = {}
+    for path, shard in shards.items():
+        assert not any(shard.padding[1:]), f"{path} is padded along {shard.padding}"
+        parts[path] = Part(shard.index, None, shard.padding[0])
+        if placements and (match := _EXPERTS.fullmatch(path)):
+            held = placements[moe_layers(config).index((match[1], int(match[2])))].slots[ranks.index("ep")]
+            parts[path] = replace(parts[path], experts=held)
+    return parts
+
+
+def moe_layers(config: ModelConfig) -> list[tuple[str, int]]:
+    """Where the MoE layers of a tree are: ("layers" or "mtp", number)."""
+    if not isinstance(config, DeepseekConfig) or not config.n_routed_experts:
+        return []
+    main = [("layers", i) for i in range(config.num_hidden_layers) if config.is_moe_layer(i)]
+    return main + [("mtp", i) for i in range(config.num_nextn_predict_layers)]
+
+
+def check_placements(config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]) -> None:
+    """GraphError unless there are none, or one per MoE layer that fits the model and the plan."""
+    if not placements:
+        return
+    layers = moe_layers(config)
+    if len(placements) != len(layers):
+        raise GraphError(f"{len(placements)} placements of experts are given, the model has {len(layers)} MoE layers")
+    for (name, number), placement in zip(layers, placements, strict=True):
+        assert isinstance(config, DeepseekConfig)
+        if (placement.num_experts, placement.ranks) != (config.n_routed_experts, ranks.plan.ep):
+            raise GraphError(
+                f"the placement of {name}.{number} is of {placement.num_experts} experts on {placement.ranks} ranks: "
+                f"the model has {config.n_routed_experts}, the plan {ranks.plan} {ranks.plan.ep}"
+            )
+
+
+def local_specs(spec_tree: Tree, parts: Mapping[str, Part]) -> Tree:
+    """The spec tree with the shapes that the rank holds."""
+    leaves, structure = tree_flatten(spec_tree)
+    return tree_unflatten(
+        structure,
+        [replace(leaf, shape=parts[path].shape) for path, leaf in zip(structure.paths(), leaves, strict=True)],
+    )
+
+
+def rank_bytes(spec_tree: Tree, config: ModelConfig, ranks: Ranks) -> int:
+    """Bytes of what the rank holds of a spec tree. GraphError as `rank_parts`."""
+    return tree_bytes(local_specs(spec_tree, rank_parts(spec_tree, config, ranks)))
+
+
+def cut_tree(tree: Tree, parts: Mapping[str, Part]) -> Tree:
+    """The rank's part of a whole tree of NumPy arrays."""
+    leaves, structure = tree_flatten(tree)
+    return tree_unflatten(
+        structure, [parts[path].cut(leaf) for path, leaf in zip(structure.paths(), leaves, strict=True)]
+    )
+
+
+def with_tables(tree: Tree, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> Tree:
+    """The tree with the tables of each MoE layer's placement beside its experts; the tree itself without placements."""
+    if not placements:
+        return tree
+    layers: dict[str, list[Any]] = {"layers": list(tree["layers"]), "mtp": list(tree["mtp"])}
+    for (name, number), placement in zip(moe_layers(config), placements, strict=True):
+        layer = layers[name][number]
+        experts = layer["mlp"]["experts"] | placement.tables()
+        layers[name][number] = layer | {"mlp": layer["mlp"] | {"experts": experts}}
+    return tree | {name: tuple(rows) for name, rows in layers.items()}

@@ -1,0 +1,148 @@
+"""What is run on one process and on several: the same texts, the same steps, the same random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from msds.checkpoint import Checkpoint
+from msds.config import read_config
+from msds.engine.batch import BATCH_SPEC, Row
+from msds.engine.runner import Runner
+from msds.model import Model
+from msds.models.specs.parts import moe_layers
+from msds.models.specs.placement import ExpertPlacement, balance_experts
+from msds.weights import load_weights, stored_skips
+from msds_graphs.sharding import ShardPlan
+from msds_graphs.trees import Tree, tree_map
+
+BLOCK_SIZE, BLOCKS, MAX_SEQS, CHUNK, STEPS = 8, 2, 2, 8, 3
+DRAFTS = 2
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths: of the texts of each replica, at most two, none for an idle replica. spare: slots per rank beyond the
+    experts' own, which makes placements be used and swapped. updates: new weights are put in after the steps."""
+
+    variant: str
+    plan: str
+    lengths: tuple[tuple[int, ...], ...] = ((7, 3),)
+    drafts: int = 0
+    spare: int | None = None
+    updates: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-{self.plan}" + ("" if self.spare is None else f"-spare{self.spare}")
+
+    @property
+    def ranks(self) -> int:
+        return ShardPlan.parse(self.plan).ranks
+
+
+CASES = (
+    Case("v3_base", "tp2.ep2", drafts=DRAFTS),
+    Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
+    Case("v2_lite", "tp2"),  # experts cut by width alone
+    Case("llama_bias", "tp2", updates=True),
+    Case("qwen2_odd_vocab", "tp2"),
+    Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
+    Case("v3_attention_bias", "dp4.ep4", ((8,), (1, 3), (), (2,)), spare=2, updates=True),
+    Case("v2_group_limited", "tp4.ep4"),
+    Case("llama_mha", "tp4"),
+)
+
+
+def text(replica: int, index: int, length: int) -> list[int]:
+    """A prompt; no two are equal."""
+    generator = np.random.default_rng([replica, index])
+    return [int(token) for token in generator.integers(0, 500, length)]
+
+
+def placements(model_config: Any, case: Case, round_: int) -> tuple[ExpertPlacement, ...]:
+    """A placement per MoE layer, another in each round, from counts as they could have been seen."""
+    if case.spare is None:
+        return ()
+    ep, experts = ShardPlan.parse(case.plan).ep, model_config.n_routed_experts
+    generator = np.random.default_rng(round_)
+    return tuple(
+        balance_experts(generator.zipf(1.5, experts).clip(max=1000), ep, experts // ep + case.spare)
+        for _ in moe_layers(model_config)
+    )
+
+
+def make_runner(model: Model, case: Case) -> Runner:
+    """One prefill and one decode bucket."""
+    return Runner(
+        model,
+        num_blocks=1 + MAX_SEQS * BLOCKS,
+        block_size=BLOCK_SIZE,
+        prefill_buckets=[{"S": MAX_SEQS, "Q": CHUNK, "B": BLOCKS}],
+        decode_buckets=[{"S": MAX_SEQS, "Q": 1, "B": BLOCKS}],
+        num_drafts=case.drafts,
+    )
+
+
+def run(runner: Runner, replica: int, case: Case, swap: Any = None) -> Arrays:
+    """Prefill and a few greedy steps of a replica's texts: everything that came out. swap: called between steps."""
+    prompts = [text(replica, index, length) for index, length in enumerate(case.lengths[replica])]
+    if not prompts:
+        _idle(runner, case, swap)
+        return {}
+    tables = [list(range(1 + index * BLOCKS, 1 + (index + 1) * BLOCKS)) for index in range(len(prompts))]
+    result = runner.prefill([Row(ids, 0, table) for ids, table in zip(prompts, tables, strict=True)], all_logits=True)
+    arrays = {"prefill": _real(result.logits, prompts), "finite": result.is_finite}
+    last = [result.logits[i, len(ids) - 1].argmax() for i, ids in enumerate(prompts)]
+    hidden = [result.hidden[i, len(ids) - 1] for i, ids in enumerate(prompts)]
+    chosen = [np.array(last)]
+    for step in range(STEPS):
+        if swap is not None and step == 1:
+            swap()
+        rows = [
+            Row([int(token)], len(ids) + step, table, state)
+            for token, ids, table, state in zip(last, prompts, tables, hidden, strict=True)
+        ]
+        if case.drafts:
+            arrays[f"drafts{step}"] = runner.draft(rows)
+        result = runner.decode(rows)
+        arrays[f"decode{step}"] = result.logits[:, 0]
+        last, hidden = list(result.logits[:, 0].argmax(-1)), list(result.hidden[:, 0])
+        chosen.append(np.array(last))
+    return {**arrays, "chosen": np.stack(chosen)}
+
+
+def _real(logits: Any, prompts: Sequence[Sequence[int]]) -> Any:
+    return np.concatenate([logits[i, : len(ids)] for i, ids in enumerate(prompts)])
+
+
+def _idle(runner: Runner, case: Case, swap: Any) -> None:
+    """As many calls as a replica with texts makes, on padding alone."""
+    batch = {name: np.zeros(tuple(1 for _ in spec.shape), np.int32) for name, spec in BATCH_SPEC.items()}
+    if case.drafts:
+        batch["prev_hidden"] = np.zeros((1, runner.model.config.hidden_size), np.float32)
+    runner._prefill_all(batch)
+    for step in range(STEPS):
+        if swap is not None and step == 1:
+            swap()
+        if case.drafts:
+            assert runner._draft is not None
+            runner._draft({**batch, "draft_slots": np.zeros((1, case.drafts), np.int32)})
+        runner._decode(batch)
+
+
+def changed_weights(tree: Tree) -> Tree:
+    """A whole tree of other values: every array halved, and with it nothing else."""
+    return tree_map(lambda leaf: np.asarray(leaf) * np.float32(0.5), tree)
+
+
+def whole_tree(folder: Path, model: Model) -> Tree:
+    """The canonical tree of a folder, uncut."""
+    spec = model.functions.spec(model.config, "float32")
+    skips = stored_skips(read_config(folder), model.config)
+    return load_weights(Checkpoint.open(folder), spec, model.config, skips, progress=False)
