@@ -67,7 +67,7 @@ class LLM:
         stored = read_config(path)
         self.max_model_len = self.options.resolve_max_model_len(stored)
         if self.options.threads is not None:
-            _restrict_cores(self.options.threads)
+            _restrict_cores(self.options.threads, 0 if team is None else team.place.number_here)
         speculates = self.options.num_speculative_tokens > 0
         if speculates and not getattr(stored, "num_nextn_predict_layers", 0):
             raise OptionError(
@@ -87,6 +87,8 @@ class LLM:
         )
         self.engine = self._build_engine(num_blocks)
         self.num_weight_updates = 0
+        if team is not None:
+            team.agree("being loaded", 1)
         if warm_up:
             self.warm_up(progress=progress)
 
@@ -285,13 +287,15 @@ def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
-def _restrict_cores(count: int) -> None:
-    """Let every thread of this process, and those to come, run on `count` of its cores only.
+def _restrict_cores(count: int, part: int) -> None:
+    """Let every thread of this process, and those to come, run on `count` of its cores only, those of its part.
 
     MindSpore sizes its thread pools by the cores it sees; its own settings for fewer threads change nothing on a CPU.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if count > len(cores):
-        raise OptionError(f"threads is {count}: this process may use {len(cores)} cores")
+    own = cores[part * count : (part + 1) * count]
+    if len(own) < count:
+        asked = f"threads is {count}" if part == 0 else f"threads is {count} for each of at least {part + 1} processes"
+        raise OptionError(f"{asked}: this process may use {len(cores)} cores")
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores[:count])
+        os.sched_setaffinity(int(thread), own)

@@ -23,6 +23,11 @@ class Place:
     listener: int | None = None
     report: int = -1
 
+    @property
+    def number_here(self) -> int:
+        """Which of the ranks on this machine, from 0."""
+        return self.rank % self.ranks_here
+
     def listening(self) -> socket.socket:
         """Rank 0's listening socket."""
         assert self.listener is not None

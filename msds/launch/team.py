@@ -19,6 +19,9 @@ from msds.launch.wire import Arrays, Connection, Message, accept, connect
 
 logger = logging.getLogger("msds")
 
+LEAVING_SECONDS = 10.0
+"""What the others get to leave after they were told to; the launcher ends those that do not."""
+
 Work = Callable[[Mapping[str, Any], Arrays], None]
 """What a follower does for one kind of call: work(fields, arrays)."""
 
@@ -44,24 +47,26 @@ class Leader:
         self._values: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._watch = Watch(range(place.ranks), timeout)
         self._stopping = threading.Event()
+        self._listeners = []
         for rank, connection in self._followers.items():
             connection.send("hello", {"beat_seconds": self._watch.beat_seconds})
-            self._thread(f"msds-rank-{rank}", self._listen, rank, connection)
+            self._listeners.append(self._thread(f"msds-rank-{rank}", self._listen, rank, connection))
         self._thread("msds-watchdog", self._watch_over)
 
     def agree(self, name: str, value: int) -> int:
-        """The least of what all ranks say; each of them asks with the same names in the same order."""
-        with self.call(f"agreeing on {name}", "agree"):
-            values = [value]
-            for _ in self._followers:
-                said, other = self._values.get()
-                if said != name:
-                    raise RuntimeError(f"ranks agree on {name!r} here and on {said!r} there")
-                values.append(other)
-            least = min(values)
-            for connection in self._followers.values():
-                connection.send("agreed", {"value": least})
-        return least
+        """The least of what all ranks say; each of them asks with the same names in the same order.
+
+        Takes as long as the slowest needs to get there: loading is no step.
+        """
+        values = [value]
+        for _ in self._followers:
+            said, other = self._values.get()
+            if said != name:
+                raise RuntimeError(f"ranks agree on {name!r} here and on {said!r} there")
+            values.append(other)
+        for connection in self._followers.values():
+            connection.send("agreed", {"value": min(values)})
+        return min(values)
 
     @contextlib.contextmanager
     def call(
@@ -83,14 +88,19 @@ class Leader:
         self._watch.progress(0)
 
     def stop(self) -> None:
-        """Let the others end."""
+        """Let the others end, and wait until they have left: what is unread when a process ends is lost to them."""
         self._stopping.set()
         for connection in self._followers.values():
             with contextlib.suppress(OSError):
                 connection.send("stop")
+        deadline = time.monotonic() + LEAVING_SECONDS
+        for listener in self._listeners:
+            listener.join(max(0.0, deadline - time.monotonic()))
 
-    def _thread(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=work, name=name, args=arguments, daemon=True).start()
+    def _thread(self, name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, name=name, args=arguments, daemon=True)
+        thread.start()
+        return thread
 
     def _listen(self, rank: int, connection: Connection) -> None:
         while (message := connection.receive()) is not None:
@@ -144,15 +154,12 @@ class Follower:
 
     def agree(self, name: str, value: int) -> int:
         """As the leader's."""
-        number = self._next("agree").fields["number"]
-        self._connection.send("value", {"name": name, "value": value})
-        agreed = int(self._next("agreed").fields["value"])
-        self._connection.send("done", {"number": number, "error": None})
-        return agreed
+        self._say("value", {"name": name, "value": value})
+        return int(self._next("agreed").fields["value"])
 
     def progress(self) -> None:
         """This rank gets on with a long call."""
-        self._connection.send("progress")
+        self._say("progress")
 
     def serve(self, work: Mapping[str, Work]) -> None:
         """Carry out what rank 0 calls until it says stop; RankError when it leaves without.
@@ -170,7 +177,13 @@ class Follower:
             except Exception as raised:
                 error = str(raised) or type(raised).__name__
                 logger.error("%s failed: %s", message.kind, error)
-            self._connection.send("done", {"number": message.fields["number"], "error": error})
+            self._say("done", {"number": message.fields["number"], "error": error})
+
+    def _say(self, kind: str, fields: Mapping[str, Any] | None = None) -> None:
+        try:
+            self._connection.send(kind, fields)
+        except OSError:
+            raise RankError("rank 0 has left") from None
 
     def _next(self, kind: str | None = None) -> Message:
         message = self._connection.receive()
