@@ -61,5 +61,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # MindSpore leaves its cluster at exit, which takes it seconds and hangs where another rank has died
-    os._exit(code)
+    if code:
+        # MindSpore leaves its cluster as Python ends, which waits for the others: they would wait for ever
+        os._exit(code)

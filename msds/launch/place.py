@@ -37,6 +37,15 @@ class Place:
         """Tell the launcher."""
         os.write(self.report, json.dumps(message).encode() + b"\n")
 
+    def leave(self) -> NoReturn:
+        """End this process well, and at once: for ranks that know that the others are done.
+
+        MindSpore's own leaving waits for all of them, which takes it seconds.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
     def fail(self, message: str) -> NoReturn:
         """End this process at once, from any thread, even while another hangs in a graph; the launcher says why."""
         self.say({"error": message})

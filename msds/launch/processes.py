@@ -229,7 +229,8 @@ def _settle(ranks: list[_Process], selector: selectors.BaseSelector) -> None:
 
 def _explain(failed: list[_Process], ranks: list[_Process]) -> RankError:
     """The rank that failed first, as far as one can tell, and what it said last."""
-    first = min(failed, key=lambda process: process.popen.returncode)  # signals are negative: they came from outside
+    # a signal, which is negative, came from outside; the scheduler fails because a rank has
+    first = min(failed, key=lambda process: (process.rank is None, process.popen.returncode))
     code = first.popen.returncode
     if first.errors:
         if code == 2:  # bad input: every rank says the same

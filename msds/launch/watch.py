@@ -23,7 +23,7 @@ class Watch:
     """Calls in flight on all `ranks`; the first is the caller's own. Times in seconds; any thread may use it.
 
     A rank is overdue when neither the beginning of a call nor a sign of progress in it is younger than `timeout`; a
-    rank other than the first is gone when nothing was heard of it for so long, whatever is in flight.
+    rank other than the first is gone when nothing was heard of it for longer than that, whatever is in flight.
     """
 
     def __init__(self, ranks: Iterable[int], timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,8 +101,9 @@ class Watch:
 
     def _gone(self) -> str | None:
         now = self._clock()
-        gone = [rank for rank, heard in self._heard.items() if now - heard > self.timeout]
-        return f"{_names(gone)} gave no sign of life for {self.timeout:g} s" if gone else None
+        limit = self.timeout + 2 * self.beat_seconds  # after `_overdue`, which knows the step, where there is one
+        gone = [rank for rank, heard in self._heard.items() if now - heard > limit]
+        return f"{_names(gone)} gave no sign of life for {limit:g} s" if gone else None
 
 
 def _names(ranks: Iterable[int]) -> str:

@@ -52,7 +52,8 @@ def _run(
     if place.rank:
         follower = Follower(place)
         follow(LLM(path, team=follower, progress=False, **engine).engine.runner, follower)
-        return
+        place.leave()
     leader = Leader(place, timeout=step_timeout, on_failure=place.fail)
     lead(leader)
     leader.stop()
+    place.leave()

@@ -45,8 +45,9 @@ def answer_rank(place: Place, folder: str, plan: str, target: str) -> None:
     if place.rank:
         follower = Follower(place)
         follow(LLM(folder, team=follower, **options).engine.runner, follower)
-        return
+        place.leave()
     leader = Leader(place, timeout=300.0, on_failure=place.fail)
     found = answers(LLM(folder, team=leader, **options), folder)
     Path(target).write_text(json.dumps(found), encoding="utf-8")
     leader.stop()
+    place.leave()
