@@ -2,6 +2,7 @@
 
 import tracemalloc
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,21 @@ def experts(tmp_path):
 
 
 EMBED = Entry("embed", ("embed.weight",), (10, COLUMNS))
+
+
+def test_a_rank_holds_chosen_experts_and_rows_of_padding(experts):
+    """Slots of a placement, in its order; the last part of a table is filled up with zeros."""
+    checkpoint, stack, embed = experts
+    rows = replace(STACK, rows=(6, 1, 3), index=(slice(0, EXPERTS), slice(2, 5)))
+    table = replace(EMBED, index=(slice(8, 10),), padding=2)
+    before = checkpoint.files.bytes_read
+    arrays = load(checkpoint, [table, rows])
+    np.testing.assert_array_equal(arrays[STACK.path], stack[[6, 1, 3], 2:5])
+    np.testing.assert_array_equal(arrays["embed"], [*embed[8:], *np.zeros((2, COLUMNS), np.float32)])
+    assert checkpoint.files.bytes_read - before == 4 * COLUMNS * (3 * 3 + 2)
+    assert table.nbytes == 4 * COLUMNS * 4
+    with pytest.raises(CheckpointError, match=r"cannot be held as rows \[8\]"):
+        replace(STACK, rows=(8,))
 
 
 def test_experts_are_stacked_in_the_order_of_their_entry(experts):

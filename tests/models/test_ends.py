@@ -8,6 +8,7 @@ import pytest
 from msds.models.ends import last_rows, outputs
 from msds.presets import r1_distill_llama_8b
 from msds_graphs.compile import compile
+from msds_graphs.ranks import ALONE
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -29,7 +30,7 @@ def test_padding_never_counts_as_broken():
     config = r1_distill_llama_8b()
 
     def step(params, donated, batch):
-        return outputs(params, params["norm"], batch["x"], batch, 1, config), donated
+        return outputs(params, params["norm"], batch["x"], batch, 1, config, ALONE), donated
 
     params = {"norm": {"weight": np.ones(2, np.float32)}, "lm_head": {"weight": np.eye(3, 2, dtype=np.float32)}}
     x = np.ones((3, 4, 2), np.float32)

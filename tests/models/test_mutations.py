@@ -221,8 +221,8 @@ MUTATIONS = [
         "MTP sees the token of its own position",
         "deepseek",
         {
-            'embed(params, batch["tokens"]), batch["hidden"]': 'embed(params, ops.concat((batch["tokens"][:, :1], '
-            'batch["tokens"][:, :-1]), 1)), batch["hidden"]'
+            'embed(params, batch["tokens"], plan.ranks), batch["hidden"]': "embed(params, ops.concat(("
+            'batch["tokens"][:, :1], batch["tokens"][:, :-1]), 1), plan.ranks), batch["hidden"]'
         },
         MTP,
         way="mtp",

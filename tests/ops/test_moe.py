@@ -136,6 +136,41 @@ class TestExperts:
                 assert values.shape == (tokens, 8)
                 np.testing.assert_allclose(values, want, atol=1e-5 * np.abs(want).max(), err_msg=form)
 
+    @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(2, 3, 8), (40, 2, 4)])
+    def test_parts_of_the_experts_add_up(self, rng, tokens, chosen, experts):
+        """Pairs of other ranks add nothing, even where what they would be computed with is infinite."""
+        from msds_graphs.compile import compile
+
+        def step(node, donated, batch):
+            x, idx, weights = batch["x"], batch["idx"], batch["weights"]
+            dense = moe_experts(x, idx, weights, node, "reference", True)
+            return {"dense": dense, "chosen": moe_experts(x, idx, weights, node, "portable", True)}, donated
+
+        shapes = {"gate_proj": (experts, 6, 8), "up_proj": (experts, 6, 8), "down_proj": (experts, 8, 6)}
+        node = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        x = rng.normal(size=(tokens, 8)).astype(np.float32)
+        weights = rng.random((tokens, chosen)).astype(np.float32)
+        held = experts // 2
+        batch = {"x": x, "weights": weights, "idx": np.zeros((tokens, chosen), np.int32)}
+        parts = []
+        for first in (0, held):
+            part = {name: np.ascontiguousarray(values[first : first + held]) for name, values in node.items()}
+            parts.append((first, compile(step, bound=part, batch=batch)))
+        for idx in routings(rng, tokens, chosen, experts):
+            want = moe_experts_numpy(x, idx, weights, *node.values())
+            total = {"dense": np.zeros_like(want), "chosen": np.zeros_like(want)}
+            for first, compiled in parts:
+                slots = np.where((idx >= first) & (idx < first + held), idx - first, held).astype(np.int32)
+                for form, values in compiled(batch | {"idx": slots}).items():
+                    total[form] += values
+            for form, values in total.items():
+                np.testing.assert_allclose(values, want, atol=1e-5 * np.abs(want).max(), err_msg=form)
+        broken = np.array(x)
+        broken[0] = 1e30  # overflows in every expert
+        slots = np.full((tokens, chosen), held, np.int32)
+        for _, compiled in parts:
+            assert (compiled(batch | {"x": broken, "idx": slots})["chosen"] == 0).all()
+
     def test_grid_has_every_block_height(self):
         heights = {block_shape(tokens * chosen, experts)[0] for tokens, chosen, experts in GRID}
         assert heights == {1, 2, 4, 8}

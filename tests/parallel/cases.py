@@ -28,7 +28,8 @@ Arrays = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """lengths: of the texts of each replica, at most two, none for an idle replica. spare: slots per rank beyond the
-    experts' own, which makes placements be used and swapped. updates: new weights are put in after the steps."""
+    experts' own, which makes placements be used and swapped. updates: new weights are put in after the steps.
+    short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
 
     variant: str
     plan: str
@@ -36,10 +37,15 @@ class Case:
     drafts: int = 0
     spare: int | None = None
     updates: bool = False
+    short: bool = True
 
     @property
     def name(self) -> str:
         return f"{self.variant}-{self.plan}" + ("" if self.spare is None else f"-spare{self.spare}")
+
+    @property
+    def folder(self) -> str:
+        return f"{self.variant}-short" if self.short else self.variant
 
     @property
     def ranks(self) -> int:
@@ -47,11 +53,11 @@ class Case:
 
 
 CASES = (
-    Case("v3_base", "tp2.ep2", drafts=DRAFTS),
+    Case("v3_base", "tp2.ep2", drafts=DRAFTS, short=False),
     Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
     Case("v2_lite", "tp2"),  # experts cut by width alone
-    Case("llama_bias", "tp2", updates=True),
-    Case("qwen2_odd_vocab", "tp2"),
+    Case("llama_bias", "tp2", updates=True, short=False),
+    Case("qwen2_odd_vocab", "tp2", short=False),
     Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
     Case("v3_attention_bias", "dp4.ep4", ((8,), (1, 3), (), (2,)), spare=2, updates=True),
     Case("v2_group_limited", "tp4.ep4"),

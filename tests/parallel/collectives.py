@@ -42,29 +42,34 @@ def expected(plan: str, rank: int) -> dict[str, Any]:
 
 def run(rank: int) -> dict[str, Any]:
     """What this rank's graphs return: one graph per plan."""
-    from msds_graphs.collectives import after, all_gather, all_reduce, all_to_all, create_groups, reduce_scatter
+    from msds_graphs.collectives import create_groups
     from msds_graphs.compile import compile
 
     out: dict[str, Any] = {}
     for plan in PLANS:
         ranks = Ranks(ShardPlan.parse(plan), rank)
         create_groups(ranks)
-
-        def step(bound, donated, batch, ranks=ranks):  # type: ignore[no-untyped-def]
-            x, ids, flags = batch["x"], batch["ids"], batch["flags"]
-            results = ()
-            for axis in ("tp", "dp", "ep", "ep_rest", "stage"):
-                total = all_reduce(x, axis, ranks)
-                whole = all_gather(after(x, total, ranks), axis, 1, ranks)
-                numbers = all_gather(after(ids, whole, ranks), axis, 0, ranks)
-                part = reduce_scatter(after(x, numbers, ranks), axis, 0, ranks)
-                swapped = all_to_all(after(x, part, ranks), axis, ranks)
-                either = all_reduce(after(flags, swapped, ranks), axis, ranks)
-                x = after(x, either, ranks)
-                results = (*results, total, whole, numbers, part, swapped, either)
-            return results, donated
-
-        values = compile(step, bound=(), batch=inputs(rank), name=f"collectives of {plan}")(inputs(rank))
+        values = compile(_step(ranks), bound=(), batch=inputs(rank), name=f"collectives of {plan}")(inputs(rank))
         keys = [f"{plan}/{axis}.{name}" for axis in COLLECTIVE_AXES for name in NAMES]
         out |= dict(zip(keys, values, strict=True))
     return out
+
+
+def _step(ranks: Ranks) -> Any:
+    from msds_graphs.collectives import after, all_gather, all_reduce, all_to_all, reduce_scatter
+
+    def step(bound, donated, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+        x, ids, flags = batch["x"], batch["ids"], batch["flags"]
+        results = ()
+        for axis in ("tp", "dp", "ep", "ep_rest", "stage"):
+            total = all_reduce(x, axis, ranks)
+            whole = all_gather(after(x, total, ranks), axis, 1, ranks)
+            numbers = all_gather(after(ids, whole, ranks), axis, 0, ranks)
+            part = reduce_scatter(after(x, numbers, ranks), axis, 0, ranks)
+            swapped = all_to_all(after(x, part, ranks), axis, ranks)
+            either = all_reduce(after(flags, swapped, ranks), axis, ranks)
+            x = after(x, either, ranks)
+            results = (*results, total, whole, numbers, part, swapped, either)
+        return results, donated
+
+    return step

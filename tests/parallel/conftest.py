@@ -17,25 +17,28 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.models.mutants import shortened
 from tests.parallel.cases import CASES
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 400  # seconds; a rank that fails leaves the others waiting for half a minute
+LIMIT = 900  # seconds; a rank that fails leaves the others waiting for half a minute
 
 Results = Callable[[str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def parallel_folders(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `models/<variant>` of every case."""
+    """A folder with `models/<case.folder>` of every case."""
     root = tmp_path_factory.mktemp("parallel")
     (root / "models").mkdir()
-    for variant in {case.variant for case in CASES}:
-        target = root / "models" / variant
-        if variant == "qwen2_odd_vocab":
+    for case in {case.folder: case for case in CASES}.values():
+        target = root / "models" / case.folder
+        if case.variant == "qwen2_odd_vocab":
             _cut_vocabulary(tiny("qwen2_tied"), target, 511)
+        elif case.short:
+            shortened(tiny(case.variant), target, 1)
         else:
-            target.symlink_to(tiny(variant))
+            target.symlink_to(tiny(case.variant))
     return root
 
 
@@ -95,5 +98,5 @@ def _launch(folder: Path, size: int) -> None:
             job.wait(20)
             raise
     if code != 0:
-        tails = [f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(logs.glob("worker_*"))]
+        tails = [f"{path.name}:\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(logs.glob("worker_*"))]
         pytest.fail(f"a job of {size} processes ended with {code}\n" + "\n".join(tails))

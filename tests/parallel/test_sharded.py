@@ -19,7 +19,7 @@ def alone(parallel_folders):
     """alone(case) -> per replica what one process computes, with `updated.` after new weights."""
 
     def of(case: Case):
-        folder = parallel_folders / "models" / case.variant
+        folder = parallel_folders / "models" / case.folder
         model = msds.load(folder, mtp=bool(case.drafts), progress=False)
         runner = cases.make_runner(model, case)
         replicas = [replica for replica, lengths in enumerate(case.lengths) if lengths]

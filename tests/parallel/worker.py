@@ -19,7 +19,7 @@ def die_with_parent() -> None:
 
 
 def main(folder: Path) -> None:
-    """folder: checkpoints by variant under `models`; results go to `case.rank.npz`."""
+    """folder: checkpoints under `models`; results go to `case.rank.npz`."""
     from mindspore.communication import get_group_size, get_rank, init
 
     import msds
@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
             continue
         ranks = Ranks(ShardPlan.parse(case.plan), rank)
         create_groups(ranks)
-        path = folder / "models" / case.variant
+        path = folder / "models" / case.folder
         stored = read_config(path)
         settled = stored if case.drafts else without_mtp(stored)
         model = msds.load(

@@ -34,8 +34,8 @@ class Part:
     def cut(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The part of a whole array, as an array of its own."""
         if self.experts is not None:
-            array = array[list(self.experts)]
-            return np.ascontiguousarray(array[(slice(None), *self.index[1:])])
+            narrow = (slice(None), *self.index[1:])
+            return np.ascontiguousarray(array[list(self.experts)][narrow])
         held = array[self.index]
         if not self.padding:
             return np.ascontiguousarray(held)

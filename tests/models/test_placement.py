@@ -1,0 +1,81 @@
+"""Placements of experts: every expert somewhere, none twice on a rank, load evened out, tables that say where."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from msds.models.specs.placement import ExpertPlacement, balance_experts
+from msds_graphs.errors import GraphError
+
+
+@st.composite
+def problems(draw):
+    """counts, ranks, slots per rank, nodes, groups: anything that can be."""
+    nodes, per_node = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    groups = nodes * draw(st.sampled_from([1, 2]))
+    ranks = nodes * per_node
+    experts = groups * draw(st.integers(1, 6))
+    least = -(-experts // ranks)
+    slots = draw(st.integers(least, min(experts, least + 3)))
+    counts = draw(st.lists(st.integers(0, 1000), min_size=experts, max_size=experts))
+    return counts, ranks, slots, nodes, groups
+
+
+@given(problems())
+def test_a_balanced_placement_is_one(problem):
+    counts, ranks, slots, nodes, groups = problem
+    placement = balance_experts(counts, ranks, slots, nodes=nodes, groups=groups)  # refuses itself what is no placement
+    assert (placement.ranks, placement.slots_per_rank, placement.num_experts) == (ranks, slots, len(counts))
+    tables = placement.tables()
+    assert tables["slot_table"].shape == (len(counts), placement.max_replicas)
+    assert placement.load(counts).sum() == pytest.approx(sum(counts))
+    flat = [expert for row in placement.slots for expert in row]
+    for expert, (row, count) in enumerate(zip(tables["slot_table"], tables["num_replicas"], strict=True)):
+        assert len(set(row[:count])) == count == flat.count(expert)
+        assert [flat[slot] for slot in row] == [expert] * len(row)
+
+
+def test_the_hottest_are_replicated_and_ranks_evened_out():
+    counts = [100, 1, 1, 1, 50, 1, 1, 1]
+    placement = balance_experts(counts, 4, 3)
+    load = placement.load(counts)
+    assert len(placement.holders(0)) > len(placement.holders(1)) == 1
+    runs = ExpertPlacement.contiguous(8, 4).load(counts)
+    assert load.max() == 51  # 0 on all four ranks, 4 on two: 100 / 4 + 50 / 2 + 1
+    assert runs.max() == 101
+
+
+def test_groups_stay_on_their_node():
+    placement = balance_experts([9, 1, 1, 9, 1, 1, 5, 5], 4, 3, nodes=2, groups=4)
+    homes = [{expert // 2 for row in placement.slots[2 * node : 2 * node + 2] for expert in row} for node in range(2)]
+    assert homes[0] | homes[1] == {0, 1, 2, 3}
+    assert not homes[0] & homes[1]
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        (((0, 1), (2,)), "every rank needs as many"),
+        (((0, 1), (2, 4)), "rank 1 holds expert 4: the layer has 4"),
+        (((0, 0), (1, 2)), "holds an expert twice"),
+        (((0, 1), (1, 2)), r"experts \[3\] have no slot"),
+    ],
+)
+def test_what_is_no_placement_is_named(slots, message):
+    with pytest.raises(GraphError, match=message):
+        ExpertPlacement(4, slots)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2, 3], 2, 1), r"3 experts cannot have 2 \* 1 slots"),
+        (([1, 2], 1, 3), r"2 experts cannot have 1 \* 3 slots"),
+        (([1, float("nan")], 2, 1), "finite numbers"),
+    ],
+)
+def test_sizes_that_cannot_be_are_named(arguments, message):
+    with pytest.raises(GraphError, match=message):
+        balance_experts(*arguments)
