@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msds import __version__
 from msds.constraints import Constraint
-from msds.engine.async_engine import AsyncEngine, Update
+from msds.engine.async_engine import AsyncEngine, EngineStoppedError, Update
 from msds.engine.engine import EXPIRED
 from msds.engine.schedule_types import QueueFullError
 from msds.engine.sequence import GenerationSequence, RequestInfo
@@ -31,6 +31,7 @@ from msds_serve.protocol.errors import (
     overloaded,
     server_error,
     timed_out,
+    unavailable,
 )
 from msds_serve.protocol.requests import ChatRequest
 from msds_serve.protocol.responses import system_fingerprint
@@ -186,6 +187,8 @@ class Service:
             raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
         except OptionError as error:
             raise bad_request(str(error)) from None
+        except EngineStoppedError as error:
+            raise unavailable(str(error), RETRY_AFTER_SECONDS) from None
         finally:
             await updates.aclose()  # aborts what is left
 
