@@ -88,7 +88,6 @@ class Trainer:
         teacher: Model | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        # nine parameters: what is trained, where, how, by what rule, and on which of several processes
         self.model = model
         self.folder = folder
         self.options = options
