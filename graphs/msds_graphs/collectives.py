@@ -2,7 +2,7 @@
 
 n ranks along the axis, r this rank's index. MindSpore's CPU backend has one collective for sub-groups, the sum of
 float32 (and float16). So unless `ranks.native`, the others are emulated by it: a part is put between zeros, and the
-sum over all ranks is the whole. Zeros are joined on, never multiplied in: -inf * 0 would be NaN. Integers and bool
+sum over all ranks is the whole. Zeros are selected, never multiplied in: -inf * 0 would be NaN. Integers and bool
 travel as float32, which is exact below 2^24 and holds for token ids, expert ids and slots.
 
 Every rank must run the same collectives in the same order. Steps of one plan, called in the same order, do, if in
@@ -51,7 +51,7 @@ def all_reduce(x: Tensor, axis: str, ranks: Ranks) -> Tensor:
     """The sum over the ranks of the axis; of bool, whether any of them is True."""
     if ranks.size(axis) == 1:
         return x
-    if not ranks.native and x.dtype in _CARRIED:
+    if x.dtype == ms.bool_ or (not ranks.native and x.dtype in _CARRIED):
         return _uncarried(_sum(x.astype(ms.float32), axis, ranks), x)
     return _sum(x, axis, ranks)
 

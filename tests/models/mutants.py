@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import msds.models.cut
 import msds.models.deepseek
 import msds.models.ends
 import msds.models.llama
@@ -34,6 +35,7 @@ import msds_ops.moe
 import msds_ops.rope
 
 FILES: dict[str, ModuleType] = {
+    "cut": msds.models.cut,
     "deepseek": msds.models.deepseek,
     "deepseek_specs": msds.models.specs.deepseek,
     "llama": msds.models.llama,

@@ -56,7 +56,7 @@ CASES = (
     Case("v3_base", "tp2.ep2", drafts=DRAFTS, short=False),
     Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
     Case("v2_lite", "tp2"),  # experts cut by width alone
-    Case("llama_bias", "tp2", updates=True, short=False),
+    Case("llama_bias", "tp2", updates=True),
     Case("qwen2_odd_vocab", "tp2", short=False),
     Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
     Case("v3_attention_bias", "dp4.ep4", ((8,), (1, 3), (), (2,)), spare=2, updates=True),
