@@ -59,3 +59,11 @@ class OptionError(MsdsError):
 
 class TrainingError(MsdsError):
     """Training data that cannot be learned from, or a run that cannot go on."""
+
+
+class RankError(MsdsError):
+    """A process of several failed. exit_code: what the program should end with, 2 where its input was bad."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,13 +18,20 @@ from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
-from msds.models.specs import block_bytes, weight_bytes
+from msds.models.specs import model_specs
+from msds.models.specs.parts import rank_bytes
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
 from msds.weights import without_mtp
+from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
+from msds_graphs.ranks import ALONE, Ranks
 from msds_graphs.trees import Tree
+
+if TYPE_CHECKING:
+    from msds.engine.runner import Runner
+    from msds.launch.team import Follower, Leader
 
 Prompt = str | Sequence[int]
 TextListener = Callable[[int, int, str], None]
@@ -37,7 +44,8 @@ class LLM:
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
     memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
     compile every planned shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading
-    and compiling; None on a terminal.
+    and compiling; None on a terminal. ranks, team: this process among several that hold the model together, each of
+    which makes an LLM with the same other arguments; only the leader's generates.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -50,6 +58,8 @@ class LLM:
         warm_up: bool = False,
         check_sha256: bool | None = None,
         progress: bool | None = None,
+        ranks: Ranks | None = None,
+        team: Leader | Follower | None = None,
         **options: Any,
     ) -> None:
         self.options = _engine_options(options)
@@ -57,19 +67,28 @@ class LLM:
         stored = read_config(path)
         self.max_model_len = self.options.resolve_max_model_len(stored)
         if self.options.threads is not None:
-            _restrict_cores(self.options.threads)
+            _restrict_cores(self.options.threads, 0 if team is None else team.place.number_here)
         speculates = self.options.num_speculative_tokens > 0
         if speculates and not getattr(stored, "num_nextn_predict_layers", 0):
             raise OptionError(
                 f"num_speculative_tokens is {self.options.num_speculative_tokens}, but {folder} ({stored.model_type}) "
                 "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
             )
+        self._ranks, self._team = ranks or ALONE, team
         num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
         self.model: Model = load(
-            folder, dtype=self.options.dtype, mtp=speculates, plan=plan, check_sha256=check_sha256, progress=progress
+            folder,
+            dtype=self.options.dtype,
+            mtp=speculates,
+            plan=plan,
+            ranks=ranks,
+            check_sha256=check_sha256,
+            progress=progress,
         )
         self.engine = self._build_engine(num_blocks)
         self.num_weight_updates = 0
+        if team is not None:
+            team.agree("being loaded", 1)
         if warm_up:
             self.warm_up(progress=progress)
 
@@ -130,7 +149,7 @@ class LLM:
         Checked as a whole before anything changes (CheckpointError). What is being generated goes on, recomputed; the
         first token after the return comes from the new weights. Call it between steps, from the thread that generates.
         """
-        self.model.update_weights(tree)
+        self.engine.runner.update_weights(tree)
         self.engine.invalidate()
         self.num_weight_updates += 1
 
@@ -186,18 +205,25 @@ class LLM:
         return list(sampling)
 
     def _plan_blocks(self, config: ModelConfig) -> int:
-        """Cache blocks, decided from the config alone, before a byte of weights is read."""
-        dtype = self.options.resolved_dtype
-        return self.options.plan_blocks(
+        """Cache blocks, decided from the config alone, before a byte of weights is read; as many on every rank."""
+        dtype, specs = self.options.resolved_dtype, model_specs(config)
+        sharing = 1 if self._team is None else self._team.place.ranks_here
+        blocks = self.options.plan_blocks(
             max_model_len=self.max_model_len,
-            block_bytes=block_bytes(config, self.options.block_size, dtype),
-            weight_bytes=weight_bytes(config, dtype),
-            free_bytes=free_memory_bytes(),
+            block_bytes=self._bytes(specs.cache_spec(config, 1, self.options.block_size, dtype), config),
+            weight_bytes=self._bytes(specs.derived_spec(config, dtype), config),
+            free_bytes=free_memory_bytes() // sharing,
         )
+        return blocks if self._team is None else self._team.agree("cache blocks", blocks)
+
+    def _bytes(self, spec_tree: Tree, config: ModelConfig) -> int:
+        """Bytes of what this process holds of a tree."""
+        try:
+            return rank_bytes(spec_tree, config, self._ranks)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
 
     def _build_engine(self, num_blocks: int) -> Engine:
-        from msds.engine.runner import Runner
-
         options = self.options
         num_drafts = options.num_speculative_tokens
         prefill_buckets, decode_buckets = step_ladders(
@@ -207,8 +233,7 @@ class LLM:
             block_size=options.block_size,
             num_drafts=num_drafts,
         )
-        runner = Runner(
-            self.model,
+        runner = self._make_runner(
             num_blocks=num_blocks,
             block_size=options.block_size,
             prefill_buckets=prefill_buckets,
@@ -224,6 +249,15 @@ class LLM:
         )
         speculation = Speculation(num_drafts) if num_drafts else None
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)
+
+    def _make_runner(self, **options: Any) -> Runner:
+        from msds.engine.ranks import LeadingRunner
+        from msds.engine.runner import Runner
+        from msds.launch.team import Leader
+
+        if isinstance(self._team, Leader):
+            return LeadingRunner(self.model, team=self._team, **options)
+        return Runner(self.model, **options)
 
 
 def _engine_options(options: Mapping[str, Any]) -> EngineOptions:
@@ -256,13 +290,15 @@ def _as_conversations(messages: Any) -> list[Sequence[Mapping[str, Any]]]:
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
-def _restrict_cores(count: int) -> None:
-    """Let every thread of this process, and those to come, run on `count` of its cores only.
+def _restrict_cores(count: int, part: int) -> None:
+    """Let every thread of this process, and those to come, run on `count` of its cores only, those of its part.
 
     MindSpore sizes its thread pools by the cores it sees; its own settings for fewer threads change nothing on a CPU.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if count > len(cores):
-        raise OptionError(f"threads is {count}: this process may use {len(cores)} cores")
+    own = cores[part * count : (part + 1) * count]
+    if len(own) < count:
+        asked = f"threads is {count}" if part == 0 else f"threads is {count} for each of at least {part + 1} processes"
+        raise OptionError(f"{asked}: this process may use {len(cores)} cores")
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores[:count])
+        os.sched_setaffinity(int(thread), own)

@@ -34,7 +34,7 @@ from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
 from msds_graphs.specs import ArraySpec
-from msds_graphs.trees import Tree, tree_flatten, tree_flatten_as, tree_unflatten
+from msds_graphs.trees import Tree, TreeDef, tree_flatten, tree_flatten_as, tree_unflatten
 from msds_ops import IMPLEMENTATIONS
 
 
@@ -145,9 +145,17 @@ class Model:
         """
         from msds_graphs.binding import assign
 
+        values, structure = self.checked_weights(tree)
+        whole = tree_unflatten(structure, values)
+        if self.plan.ranks.plan.ranks > 1:
+            spec = self.functions.spec(self.config, self.dtype)
+            whole = cut_tree(whole, rank_parts(spec, self.config, self.plan.ranks, self.placements))
+        assign(self.params, self._derived(whole))
+
+    def checked_weights(self, tree: Tree) -> tuple[list[npt.NDArray[Any]], TreeDef]:
+        """The leaves of new weights, and their structure, if they can be put in; CheckpointError otherwise."""
         try:
-            spec_tree = self.functions.spec(self.config, self.dtype)
-            leaves, structure = tree_flatten(spec_tree)
+            leaves, structure = tree_flatten(self.functions.spec(self.config, self.dtype))
             values = tree_flatten_as(structure, tree, "the new weights")
         except GraphError as error:
             raise CheckpointError(f"new weights do not fit the model: {error}") from None
@@ -159,10 +167,11 @@ class Model:
                 )
             if not np.isfinite(value).all():
                 raise CheckpointError(f"new weights at {path} hold a value that is not finite")
-        whole = tree_unflatten(structure, values)
-        if self.plan.ranks.plan.ranks > 1:
-            whole = cut_tree(whole, rank_parts(spec_tree, self.config, self.plan.ranks, self.placements))
-        assign(self.params, self._derived(whole))
+        return list(values), structure
+
+    def weight_structure(self) -> TreeDef:
+        """The structure of the canonical tree."""
+        return tree_flatten(self.functions.spec(self.config, self.dtype))[1]
 
     def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
         """Move experts to other ranks between steps, without compiling; outputs stay the same. All ranks call it.

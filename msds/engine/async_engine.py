@@ -68,6 +68,17 @@ class AsyncEngine:
         return self._thread.is_alive() and self._failure is None
 
     @property
+    def failure(self) -> str | None:
+        """Why the engine ended by itself, if it has."""
+        return None if self._failure is None else str(self._failure)
+
+    def fail(self, reason: str) -> None:
+        """The device is lost, and a step may hang on it for ever: whoever waits hears of it now. From any thread."""
+        self._failure = EngineStoppedError(reason)
+        for tell in list(self._tellers):
+            tell(EngineStoppedError(f"the engine failed: {reason}"))
+
+    @property
     def seconds_since_turn(self) -> float:
         """Age of the last time the thread came round; large while a graph call hangs."""
         return time.monotonic() - self._last_turn

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, prev_hidden
 from msds_graphs.buckets import choose_bucket
 from msds_graphs.specs import ArraySpec
+from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
     from msds.model import Model
@@ -110,6 +111,10 @@ class Runner:
         """Compile every planned shape, printing a table: nothing is compiled afterwards, whatever is asked for."""
         for step in self.steps.values():
             step.warm_up(progress)
+
+    def update_weights(self, tree: Tree) -> None:
+        """New weights in every compiled step, as `Model.update_weights`; between two steps."""
+        self.model.update_weights(tree)
 
     @property
     def _batch_spec(self) -> dict[str, ArraySpec]:

@@ -19,10 +19,12 @@ from msds.config import ModelConfig
 from msds.errors import TrainingError
 from msds.train.objectives import NextToken, ObjectiveSettings
 from msds.train.optimizer import AdamW, adamw_leaf, clip_scale, updated_bias
+from msds.train.parallel import HostSums, reducer
 from msds_graphs.binding import bind, fresh_prefix, ms_dtype, to_numpy
 from msds_graphs.compile import Compiled, compile
 from msds_graphs.grad import value_and_grad
 from msds_graphs.plan import Plan
+from msds_graphs.ranks import Ranks
 from msds_graphs.specs import ArraySpec
 from msds_graphs.steps import unflatten
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
@@ -68,7 +70,7 @@ class TrainStep:
 
     params: the canonical tree as NumPy arrays. buckets: shapes (S sequences, Q positions) of batches. `objective` and
     `optimizer` may be replaced by others of their class while training; beta1, beta2 and eps are fixed when compiled.
-    reduce: combines gradients across processes, a pure function in the graph on the tuple of gradients and counts.
+    ranks: this process among replicas, each of which is given its part of every batch; all hold the same state.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class TrainStep:
         optimizer: AdamW | None = None,
         precision: Precision | None = None,
         plan: Plan | None = None,
-        reduce: Callable[[Any], Any] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.config = config
+        self.ranks = ranks or Ranks()
+        self.sum_over_ranks = HostSums(self.ranks)
         self.objective = objective or NextToken()
         self.optimizer = optimizer or AdamW()
         self.precision = precision or Precision()
@@ -105,7 +109,7 @@ class TrainStep:
             "counts": bound("counts", (np.zeros(leaf.shape, np.float32) for leaf in biases)),
         }
         self.gradients = self._compile_gradients(buckets, plan or Plan())
-        self.update = self._compile_update(reduce)
+        self.update = self._compile_update(reducer(self.ranks))
 
     def params(self) -> Tree:
         """The canonical tree of present values, as NumPy arrays of their own."""
@@ -125,13 +129,16 @@ class TrainStep:
             counts.append(np.stack(out["counts"]) if out["counts"] else np.zeros((0, 0), np.float32))
         control = {**_scalars(self.optimizer), "rate": _scalar(rate), "step": _scalar(step)}
         norm = self.update({name: control[name] for name in _CONTROL})["grad_norm"]
+        names, parts = list(totals), np.sum(counts, axis=0)
+        summed = self.sum_over_ranks(np.concatenate([np.array([*totals.values()], np.float32), parts.ravel()]))
+        totals = dict(zip(names, summed.tolist(), strict=False))
         totals["grad_norm"] = float(norm)
         if not np.isfinite(list(totals.values())).all():
             raise TrainingError(
                 f"step {step} is not finite ({', '.join(f'{name} {value:.4g}' for name, value in totals.items())}): "
                 "nothing was updated; lower the learning rate or look at the batch"
             )
-        return StepReport(totals, np.sum(counts, axis=0))
+        return StepReport(totals, summed[len(names) :].reshape(parts.shape))
 
     def _compile_gradients(self, buckets: Iterable[Mapping[str, int]], plan: Plan) -> Compiled:
         config = self.config

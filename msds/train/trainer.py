@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from msds.train.state import LOG_NAME, resume_state, save_state
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
 from msds_graphs.binding import to_numpy
 from msds_graphs.compile import Compiled, compile
+from msds_graphs.ranks import Ranks
 from msds_graphs.trees import tree_map
 
 logger = logging.getLogger("msds")
@@ -51,6 +53,16 @@ class TrainOptions:
         if self.batch_size % self.accumulation:
             raise TrainingError(f"a batch of {self.batch_size} does not divide into {self.accumulation} micro-batches")
 
+    def micro_batch(self, replicas: int) -> int:
+        """Texts per graph call of each of so many replicas; TrainingError where they do not divide."""
+        parts = self.accumulation * replicas
+        if self.batch_size % parts:
+            raise TrainingError(
+                f"a batch of {self.batch_size} does not divide into {self.accumulation} micro-batches for each of "
+                f"{replicas} processes: make it a multiple of {parts}"
+            )
+        return self.batch_size // parts
+
     @property
     def schedule(self) -> Schedule:
         """The learning rate by step."""
@@ -60,7 +72,8 @@ class TrainOptions:
 class Trainer:
     """Trains a loaded model, its MTP layers too, in `folder`, which keeps state and log.
 
-    A folder that holds a state goes on from it; TrainingError when it belongs to a run with other options.
+    A folder that holds a state goes on from it; TrainingError when it belongs to a run with other options. ranks: this
+    process among replicas, which share `folder`: rank 0 writes there. How many there are may change between runs.
     """
 
     def __init__(
@@ -73,11 +86,13 @@ class Trainer:
         optimizer: AdamW | None = None,
         precision: Precision | None = None,
         teacher: Model | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.folder = folder
         self.options = options
-        size = options.batch_size // options.accumulation
+        self.ranks = ranks or Ranks()
+        size = options.micro_batch(self.ranks.plan.dp)
         self.step = TrainStep(
             model.config,
             canonical(model),
@@ -86,24 +101,49 @@ class Trainer:
             optimizer=optimizer,
             precision=precision,
             plan=model.plan,
+            ranks=ranks,
         )
         self._teacher = None if teacher is None else self._compile_teacher(teacher)
         folder.mkdir(parents=True, exist_ok=True)
         self.done = resume_state(folder, self.step, self._identity())
+        self._check_state()
         if self.done:
             logger.info("going on from step %d", self.done)
 
-    def run(self, examples: Sequence[Example], progress: Callable[[str], None] | None = print) -> None:
-        """Train up to options.steps; the state is saved every so many steps, at the end, and on an interrupt."""
+    @property
+    def _writes(self) -> bool:
+        return self.ranks.rank == 0
+
+    def _check_state(self) -> None:
+        """TrainingError unless all replicas go on from the same step."""
+        others = self.step.sum_over_ranks(np.array([self.done], np.float32))[0]
+        if others != self.done * self.ranks.plan.ranks:
+            raise TrainingError(
+                f"rank {self.ranks.rank} goes on from step {self.done} of {self.folder}, other ranks do not: give all "
+                "of them the same folder, on several machines a shared one"
+            )
+
+    def run(
+        self,
+        examples: Sequence[Example],
+        progress: Callable[[str], None] | None = print,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Train up to options.steps; the state is saved every so many steps, at the end, and on an interrupt.
+
+        stop: asked after each step whether to end now; replicas end together when one of them says so.
+        """
         options, schedule = self.options, self.options.schedule
         batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
-        say = progress or (lambda line: None)
+        say = progress if progress is not None and self._writes else (lambda line: None)
         started, tokens, since = time.monotonic(), 0, self.done
-        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
+        with (self.folder / LOG_NAME if self._writes else Path(os.devnull)).open("a", encoding="utf-8") as log:
             try:
                 while self.done < options.steps:
                     batch = batches[self.done]
-                    parts = split_batch(batch, options.accumulation)
+                    parts = split_batch(batch, options.accumulation * self.ranks.plan.dp)
+                    parts = parts[self.ranks.rank :: self.ranks.plan.dp]
                     if self._teacher is not None:
                         for part in parts:
                             inputs = {name: part[name] for name in COMMON_BATCH}
@@ -120,13 +160,16 @@ class Trainer:
                         started, tokens = time.monotonic(), 0
                     if self.done % options.save_every == 0:
                         self.save()
+                    if self.step.sum_over_ranks(np.array([stop()], np.float32))[0]:
+                        break
             finally:
                 if self.done > since:
                     self.save()
 
     def save(self) -> None:
-        """Write the state from which a later run goes on."""
-        save_state(self.folder, self.step, self.done, self._identity())
+        """Write the state from which a later run goes on; rank 0 does, for all replicas hold the same."""
+        if self._writes:
+            save_state(self.folder, self.step, self.done, self._identity())
 
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The trained weights as a Hugging Face folder, tokenizer included."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msds import __version__
-from msds.errors import MsdsError
+from msds.errors import MsdsError, RankError
 from msds_serve.api_keys import API_KEY_VARIABLE, accepted_keys
 from msds_serve.commands import (
     add_command,
@@ -27,8 +27,10 @@ from msds_serve.commands import (
     reinforce,
     train,
 )
+from msds_serve.commands.mesh import add_mesh, check_single, checked_plan, launch_ranks, step_timeout
 
 if TYPE_CHECKING:
+    from msds import LLM
     from msds.engine.sequence import Output
 
 ENGINE_OPTIONS = (
@@ -40,6 +42,8 @@ ENGINE_OPTIONS = (
     "check_sha256",
     "num_speculative_tokens",
 )
+END_SECONDS = 15.0
+"""What processes get to end, beyond the time to drain."""
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except MsdsError as error:
         print(f"msds: error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return error.exit_code if isinstance(error, RankError) else EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("msds: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -102,6 +106,7 @@ def _add_generate(commands: Any) -> None:
     sampling.add_argument("--n", metavar="N", type=int, help="answers to generate; default 1")
     sampling.add_argument("--stop", metavar="TEXT", action="append", help="text that ends the answer; may be repeated")
     _add_engine(command)
+    add_mesh(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -146,6 +151,7 @@ def _add_serve(commands: Any) -> None:
         "--request-log", metavar="FILE", help="append every prompt and answer, for msds replay; default none"
     )
     _add_engine(command)
+    add_mesh(command)
 
 
 def _add_verify(commands: Any) -> None:
@@ -173,10 +179,27 @@ def _add_inspect(commands: Any) -> None:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from msds import LLM
+    engine = given(options, ENGINE_OPTIONS)
+    if options.mesh is None:
+        from msds import LLM
 
+        check_single(options, "--mesh")
+        return generate_with(LLM(options.model, progress=False if options.json else None, **engine), options)
+    plan, ranks = checked_plan(options.mesh, options.plan, options.model)
+    arguments = {
+        "path": options.model,
+        "plan": plan,
+        "step_timeout": step_timeout(options),
+        "engine": engine,
+        "options": {name: value for name, value in vars(options).items() if name != "run"},
+    }
+    launch_ranks("msds_serve.ranks:generate_rank", arguments, options, ranks, stop_seconds=1.0)
+    return EXIT_OK
+
+
+def generate_with(llm: LLM, options: argparse.Namespace) -> int:
+    """Answer the prompt of the command line and print it; its exit code."""
     explicit = ("max_tokens", "temperature", "top_p", "top_k", "seed", "n", "stop")
-    llm = LLM(options.model, progress=False if options.json else None, **given(options, ENGINE_OPTIONS))
     sampling = llm.default_sampling(**given(options, explicit))
     streams = not options.json and sampling.n == 1
     show = (lambda prompt, choice, text: print(text, end="", flush=True)) if streams else None
@@ -196,22 +219,37 @@ def _generate(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from msds_serve.run import serve
-
     engine = (*ENGINE_OPTIONS, "max_num_seqs", "max_waiting")
     service = given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
     if service.get("request_timeout") == 0:
         service["request_timeout"] = None
     names = tuple(options.served_model_name or (os.path.basename(os.path.abspath(options.model)),))
     keys = accepted_keys(options.api_key or (), options.api_key_file, os.environ.get(API_KEY_VARIABLE))
-    serve(
-        options.model,
-        host=options.host,
-        port=options.port,
-        engine=given(options, engine),
-        service={"model_names": names, "api_keys": keys, "cors_origins": tuple(options.cors_origin or ()), **service},
-        request_log=options.request_log,
-    )
+    arguments = {
+        "host": options.host,
+        "port": options.port,
+        "engine": given(options, engine),
+        "service": {
+            "model_names": names,
+            "api_keys": keys,
+            "cors_origins": tuple(options.cors_origin or ()),
+            **service,
+        },
+        "request_log": options.request_log,
+    }
+    if options.mesh is None:
+        from msds_serve.run import serve
+
+        check_single(options, "--mesh")
+        serve(options.model, **arguments)
+        return EXIT_OK
+    from msds_serve.run import checked_options
+
+    plan, ranks = checked_plan(options.mesh, options.plan, options.model)
+    drain = checked_options(options.port, arguments["service"]).drain_seconds
+    timeout = step_timeout(options)
+    per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}
+    launch_ranks("msds_serve.ranks:serve_rank", per_rank, options, ranks, stop_seconds=drain + END_SECONDS)
     return EXIT_OK
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import uvicorn
 
 from msds.errors import OptionError
+from msds.launch.team import Leader
 from msds.llm import LLM
 from msds_serve.app import create_app
 from msds_serve.request_log import RequestLog
 from msds_serve.service import Service, ServiceOptions
+
+LAST_WORDS_SECONDS = 1.5
+"""While /ready says 503 and why, before a service that has lost a rank ends."""
 
 
 def serve(
@@ -26,23 +32,42 @@ def serve(
     engine: Mapping[str, Any],
     service: Mapping[str, Any],
     request_log: str | None = None,
+    team: Leader | None = None,
 ) -> None:
     """Serve a checkpoint folder until SIGTERM or SIGINT; running requests are given drain_seconds to finish.
 
     engine: options of `LLM`; service: fields of `ServiceOptions`; request_log: file of the request log, none without.
-    What is wrong with either, or with the checkpoint, raises before the port is opened.
+    What is wrong with either, or with the checkpoint, raises before the port is opened. team: the other ranks, where
+    there are some; a SIGTERM is then handled here to the end, so that they can be told.
     """
-    if not 1 <= port <= 65535:
-        raise OptionError(f"port is {port}: it must be from 1 to 65535")
-    options = ServiceOptions(**service)
+    options = checked_options(port, service)
     log = RequestLog(Path(request_log)) if request_log is not None else None
     _log_to_stderr()
-    llm = LLM(path, **engine)
+    llm = LLM(path, team=team, **engine)
     llm.engine.runner.warm_up(lambda line: print(line, file=sys.stderr, flush=True))
-    app = create_app(Service(llm, options), log)
+    served = Service(llm, options)
+    app = create_app(served, log)
+    if team is not None:
+        team.on_failure = lambda problem: _break_off(served, team, problem)
+        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains on it and raises it again
     logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], host, port)
     drain = math.ceil(options.drain_seconds)
     uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
+
+
+def checked_options(port: int, service: Mapping[str, Any]) -> ServiceOptions:
+    """The options of the service; OptionError for one of them, or the port."""
+    if not 1 <= port <= 65535:
+        raise OptionError(f"port is {port}: it must be from 1 to 65535")
+    return ServiceOptions(**service)
+
+
+def _break_off(service: Service, team: Leader, problem: str) -> NoReturn:
+    """A rank is lost: say so to whoever waits and to probes, for a moment, and end without waiting for a graph."""
+    logging.getLogger("msds").error("%s", problem)
+    service.engine.fail(problem)
+    time.sleep(LAST_WORDS_SECONDS)
+    team.place.fail(problem)
 
 
 def _log_to_stderr() -> None:

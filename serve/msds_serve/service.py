@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from msds import __version__
 from msds.constraints import Constraint
-from msds.engine.async_engine import AsyncEngine, Update
+from msds.engine.async_engine import AsyncEngine, EngineStoppedError, Update
 from msds.engine.engine import EXPIRED
 from msds.engine.schedule_types import QueueFullError
 from msds.engine.sequence import GenerationSequence, RequestInfo
@@ -31,6 +31,7 @@ from msds_serve.protocol.errors import (
     overloaded,
     server_error,
     timed_out,
+    unavailable,
 )
 from msds_serve.protocol.requests import ChatRequest
 from msds_serve.protocol.responses import system_fingerprint
@@ -123,7 +124,8 @@ class Service:
         if self.is_draining:
             return "the server is shutting down"
         if not self.engine.is_alive:
-            return "the engine is not running"
+            failure = self.engine.failure
+            return "the engine is not running" if failure is None else f"the engine is not running: {failure}"
         if not self.is_warm:
             return "the server is warming up"
         if self.engine.seconds_since_turn > self.options.stall_seconds:
@@ -185,6 +187,8 @@ class Service:
             raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
         except OptionError as error:
             raise bad_request(str(error)) from None
+        except EngineStoppedError as error:
+            raise unavailable(str(error), RETRY_AFTER_SECONDS) from None
         finally:
             await updates.aclose()  # aborts what is left
 

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from msds import presets
 from msds.config import read_config
-from msds.models.specs import block_bytes, model_specs, weight_bytes
+from msds.models.specs import model_specs, tree_bytes
+from msds.models.specs.parts import rank_bytes
 from msds.models.specs.rules import check_plan, sharding_rules
 from msds_graphs.errors import GraphError
+from msds_graphs.ranks import ALONE
 from msds_graphs.sharding import ShardPlan, rank_shards
 from msds_graphs.trees import tree_items
 from tests.reference.variants import VARIANTS
@@ -29,11 +31,10 @@ def trees(config):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_rank_holds_all_of_every_tree(tiny, name):
     config = read_config(tiny(name))
-    sizes = weight_bytes(config, "float32"), 3 * block_bytes(config, 4, "float32")
-    for tree, size in zip(trees(config), sizes, strict=True):
+    for tree in trees(config):
         shards = rank_shards(tree, sharding_rules(config), ShardPlan(), 0)
         assert {path: part.shape for path, part in shards.items()} == {path: s.shape for path, s in tree_items(tree)}
-        assert sum(part.nbytes for part in shards.values()) == size
+        assert sum(part.nbytes for part in shards.values()) == tree_bytes(tree) == rank_bytes(tree, config, ALONE)
 
 
 @pytest.mark.parametrize("name", ["v3_two_mtp", "v3_no_q_lora", "v2_group_limited", "llama_base", "qwen2_base"])

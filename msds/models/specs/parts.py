@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from msds.config import DeepseekConfig, ModelConfig
+from msds.models.specs import tree_bytes
 from msds.models.specs.placement import ExpertPlacement
 from msds.models.specs.rules import check_plan, sharding_rules
 from msds_graphs.errors import GraphError
@@ -102,6 +103,11 @@ def local_specs(spec_tree: Tree, parts: Mapping[str, Part]) -> Tree:
         structure,
         [replace(leaf, shape=parts[path].shape) for path, leaf in zip(structure.paths(), leaves, strict=True)],
     )
+
+
+def rank_bytes(spec_tree: Tree, config: ModelConfig, ranks: Ranks) -> int:
+    """Bytes of what the rank holds of a spec tree. GraphError as `rank_parts`."""
+    return tree_bytes(local_specs(spec_tree, rank_parts(spec_tree, config, ranks)))
 
 
 def cut_tree(tree: Tree, parts: Mapping[str, Part]) -> Tree:

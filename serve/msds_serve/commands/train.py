@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from msds.errors import OptionError
 from msds_serve.commands import add_command, add_model, given, int_list, model_folder
+from msds_serve.commands.mesh import add_cluster, check_single, launch_ranks
+
+if TYPE_CHECKING:
+    from msds.launch import Place
+    from msds.train.trainer import TrainOptions
+    from msds_graphs.ranks import Ranks
+
+STOP_SECONDS = 600.0
+"""What ranks get to finish their step and to save, after SIGINT or SIGTERM; a second signal ends them at once."""
 
 OPTIONS = (
     "steps",
@@ -45,19 +58,65 @@ def add(commands: Any) -> None:
         "--teacher", metavar="MODEL", type=model_folder, help="learn this model's distributions instead of the texts'"
     )
     command.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of distillation; default 1")
+    ranks = command.add_argument_group("several processes (default: one)")
+    ranks.add_argument(
+        "--data-parallel", metavar="N", type=int, help="processes that share each batch: the same steps, sooner"
+    )
+    add_cluster(ranks)
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, and export where asked to."""
-    from msds import load
     from msds.checkpoint.folders import check_new_folder
-    from msds.train.data import encode_conversation, read_conversations
-    from msds.train.objectives import Distillation, NextToken
-    from msds.train.trainer import Trainer, TrainOptions
+    from msds.train.trainer import TrainOptions
 
     settings = TrainOptions(**given(options, OPTIONS))
     if options.export is not None:
         check_new_folder(Path(options.export))
+    if options.data_parallel is None:
+        check_single(options, "--data-parallel")
+        train(options, settings, None)
+        return 0
+    if options.data_parallel < 1:
+        raise OptionError(f"data_parallel is {options.data_parallel}: it must be at least 1")
+    settings.micro_batch(options.data_parallel)
+    arguments = {"options": {name: value for name, value in vars(options).items() if name != "run"}}
+    launch_ranks(
+        "msds_serve.commands.train:train_rank",
+        arguments,
+        options,
+        options.data_parallel,
+        stop_seconds=STOP_SECONDS,
+    )
+    return 0
+
+
+def train_rank(place: Place, *, options: dict[str, Any]) -> None:
+    """One rank of data-parallel training; options: the command line, as JSON left it."""
+    from msds.train.parallel import replicas
+    from msds.train.trainer import TrainOptions
+
+    told_to_stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told_to_stop.set())
+    if options["lengths"] is not None:
+        options["lengths"] = tuple(options["lengths"])
+    namespace = argparse.Namespace(**options)
+    train(namespace, TrainOptions(**given(namespace, OPTIONS)), replicas(place), stop=told_to_stop.is_set)
+
+
+def train(
+    options: argparse.Namespace,
+    settings: TrainOptions,
+    ranks: Ranks | None,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Train on this process, one of `ranks`; the first of them exports."""
+    from msds import load
+    from msds.train.data import encode_conversation, read_conversations
+    from msds.train.objectives import Distillation, NextToken
+    from msds.train.trainer import Trainer
+
     conversations = read_conversations(Path(options.data))
     model = load(options.model)
     tokenizer, chat = model.tokenizer, model.chat
@@ -66,8 +125,7 @@ def run(options: argparse.Namespace) -> int:
     weights = {"mtp_weight": options.mtp_weight, "balance_weight": options.balance_weight}
     objective = NextToken(**weights) if teacher is None else Distillation(options.temperature, **weights)
     examples = [encode_conversation(messages, tokenizer, chat) for messages in conversations]
-    trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher)
-    trainer.run(examples)
-    if options.export is not None:
+    trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher, ranks=ranks)
+    trainer.run(examples, stop=stop)
+    if options.export is not None and not stop() and trainer.ranks.rank == 0:
         print(f"wrote {trainer.export(Path(options.export))}")
-    return 0

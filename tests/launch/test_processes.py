@@ -1,0 +1,149 @@
+"""The launcher: ranks start, end together, and the one that failed is named. No MindSpore here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msds.errors import RankError
+from msds.launch import Cluster, launch
+
+ENTRIES = "tests.launch.entries"
+
+
+def run(entry: str, ranks: int, tmp_path: Path, **arguments: Any) -> None:
+    launch(f"{ENTRIES}:{entry}", arguments, Cluster(ranks), logs=tmp_path / "logs", collectives=False)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended; where its parent was killed, it may wait in vain to be asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def pids(folder: Path, ranks: int) -> list[int]:
+    files = [folder / f"pid-{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+
+
+def test_every_rank_runs_once_and_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = children()
+    run("write_place", 3, tmp_path, folder=str(tmp_path))
+    assert {path.name: path.read_text() for path in tmp_path.glob("*-of-*")} == {
+        "0-of-3": "0",
+        "1-of-3": "1",
+        "2-of-3": "2",
+    }
+    for rank in range(3):
+        assert f"rank {rank} speaks" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+    shown = capsys.readouterr().err
+    assert str(tmp_path / "logs") in shown
+    assert "rank 0 speaks" in shown
+    assert "rank 1 speaks" not in shown
+    assert children() == before
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "names", "code"),
+    [
+        ("raise", 1, ["rank 1 failed: RuntimeError: a fault of ours", "the last thing it said"], 1),
+        ("exit", 2, ["rank 2 ended with exit code 7", "the last thing it said", "rank-2.log"], 1),
+        ("kill", 0, ["rank 0 was ended by SIGKILL", "the last thing it said"], 1),
+        ("refuse", 1, ["block_size is 0: it must be at least 1"], 2),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int, names: list[str], code: int
+) -> None:
+    monkeypatch.setattr("msds.launch.processes.AFTERMATH_SECONDS", 0.1)
+    before = children()
+    with pytest.raises(RankError) as caught:
+        run("fail_in_one", 3, tmp_path, rank=rank, how=how)
+    for name in names:
+        assert name in str(caught.value)
+    assert caught.value.exit_code == code
+    assert children() == before
+
+
+def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # two seconds are too few to import MindSpore
+
+    with pytest.raises(RankError, match="ranks 0, 1 did not report within 2 s of starting"):
+        launch(
+            f"{ENTRIES}:write_place",
+            {"folder": str(tmp_path)},
+            Cluster(2),
+            logs=tmp_path / "logs",
+            startup_seconds=2,
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_ranks_which_may_end_well(tmp_path: Path, number: signal.Signals) -> None:
+    program = _program(tmp_path, "leave_well", folder=str(tmp_path))
+    ranks = pids(tmp_path, 2)
+    program.send_signal(number)
+    assert program.wait(30) == (-signal.SIGTERM if number == signal.SIGTERM else 130)
+    assert all((tmp_path / f"left-{rank}").exists() for rank in range(2))
+    assert all(is_gone(pid) for pid in ranks)
+
+
+def test_a_rank_that_will_not_end_is_killed(tmp_path: Path) -> None:
+    program = _program(tmp_path, "wait", folder=str(tmp_path), deaf=True)
+    ranks = pids(tmp_path, 2)
+    program.terminate()
+    assert program.wait(30) == -signal.SIGTERM
+    assert all(is_gone(pid) for pid in ranks)
+
+
+def test_ranks_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
+    program = _program(tmp_path, "wait", folder=str(tmp_path), deaf=True)
+    ranks = pids(tmp_path, 2)
+    program.kill()
+    program.wait(30)
+    until(lambda: all(is_gone(pid) for pid in ranks))
+
+
+def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
+    with Cluster(1).leader_listener() as probe:
+        port = probe.getsockname()[1]  # free now, and most likely the next one too
+    clusters = [
+        Cluster(4, nodes=2, node_rank=node, master=f"127.0.0.1:{port - 1}", secret="a" * 32) for node in range(2)
+    ]
+    for cluster in clusters:
+        launch(f"{ENTRIES}:write_place", {"folder": str(tmp_path)}, cluster, logs=tmp_path / "logs", collectives=False)
+    assert sorted(path.name for path in tmp_path.glob("*-of-4")) == [f"{rank}-of-4" for rank in range(4)]
+
+
+def _program(tmp_path: Path, entry: str, **arguments: Any) -> subprocess.Popen[bytes]:
+    """A launcher in a process of its own, whose ranks have a second to end."""
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom msds.launch import Cluster, launch\n"
+        f"try:\n    launch('{ENTRIES}:{entry}', {arguments!r}, Cluster(2), logs=Path({str(tmp_path)!r}, 'logs'),"
+        " collectives=False, stop_seconds=1)\nexcept KeyboardInterrupt:\n    sys.exit(130)"
+    )
+    assert threading.current_thread() is threading.main_thread()
+    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

@@ -1,0 +1,66 @@
+"""Options of several processes: what cannot be is refused in one line, before anything is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from msds.launch import SECRET_VARIABLE
+from msds_serve.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launched(*_: Any, **__: Any) -> None:
+        raise AssertionError("processes would have been started")
+
+    monkeypatch.setattr("subprocess.Popen", launched)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--token-ids", "1"]], ids=["serve", "generate"])
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["--mesh", "cpu"], ["mesh 'cpu' is not one of cpu:N"]),
+        (["--mesh", "cpu:2", "--plan", "tp4"], ["plan tp4 needs", "= 4 ranks, mesh cpu:2 has 2"]),
+        (["--mesh", "cpu:2", "--plan", "xp2"], ["axis", "dp, tp, ep and pp"]),
+        (["--mesh", "cpu:2", "--plan", "dp2"], ["plan dp2 has dp 2", "start 2 services", "tp2"]),
+        (["--mesh", "cpu:2", "--plan", "pp2"], ["plan pp2 does not fit", "pp is planned but not executed"]),
+        (["--mesh", "cpu:3"], ["plan tp3 does not fit", "heads"]),
+        (["--mesh", "a2:2"], ["mesh a2:2", "cpu:N"]),
+        (["--mesh", "cpu:2", "--step-timeout", "0"], ["step_timeout is 0"]),
+        (["--mesh", "cpu:2", "--nodes", "3"], ["2 ranks on 3 nodes"]),
+        (["--mesh", "cpu:2", "--nodes", "2"], ["2 nodes need --master HOST:PORT"]),
+        (["--mesh", "cpu:2", "--nodes", "2", "--master", "there"], ["master is 'there'", "HOST:PORT"]),
+        (["--mesh", "cpu:2", "--nodes", "2", "--master", "there:1"], ["common secret", SECRET_VARIABLE]),
+        (["--mesh", "cpu:2", "--node-rank", "1"], ["node_rank is 1"]),
+        (["--mesh", "cpu:2", "--master", "there:1"], ["there is one node"]),
+        (["--plan", "tp2"], ["--plan is for several processes: give --mesh too"]),
+        (["--step-timeout", "3"], ["--step-timeout is for several processes"]),
+        (["--rank-logs", "logs"], ["--rank-logs is for several processes"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    arguments: list[str],
+    names: list[str],
+) -> None:
+    name, *others = command
+    assert main([name, str(tiny("v3_base")), *others, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("msds: error: ")
+    assert captured.err.count("\n") == 1
+    for part in names:
+        assert part in captured.err
+
+
+def test_the_service_is_checked_first(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tiny("v3_base")), "--mesh", "cpu:2", "--port", "99999"]) == 2
+    assert "port is 99999" in capsys.readouterr().err
