@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msds.errors import OptionError
-from msds.planning.demand import Demand
+from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
 from msds.planning.remedies import remedies
 from msds.planning.report import PlanReport
@@ -56,8 +56,13 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
     assert memory is not None
     if not demand.is_cpu or demand.mesh.ranks > 1:
         yield (
-            "msds serve runs one CPU process in float32 today: this is a plan for when it runs on several ranks"
-            + ("" if demand.is_cpu else " and on NPUs; nothing was run on an NPU")
+            "msds serve runs tp and ep over CPU processes in float32 today, neither dp nor pp"
+            + ("" if demand.is_cpu else ", and nothing was run on an NPU")
+        )
+    if plan.dp > 1 and num_experts(demand.config):
+        yield (
+            "messages of experts are estimated as all-to-all over ep; the functions gather every replica's tokens today, "
+            "which moves more bytes"
         )
     if demand.quant != "none":
         yield f"quantised execution does not exist here yet: {demand.quant} is a plan for when it does"
