@@ -61,8 +61,8 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
         )
     if plan.dp > 1 and num_experts(demand.config):
         yield (
-            "messages of experts are estimated as all-to-all over ep; the functions gather every replica's tokens today, "
-            "which moves more bytes"
+            "messages of experts are estimated as all-to-all over ep; today the functions gather the tokens of every "
+            "replica, which moves more bytes"
         )
     if demand.quant != "none":
         yield f"quantised execution does not exist here yet: {demand.quant} is a plan for when it does"
