@@ -42,8 +42,8 @@ def test_threads() -> None:
     """Cores are taken from this process for good, so a process of its own is asked."""
     code = (
         "import os\nfrom msds.llm import _restrict_cores\nfrom msds.errors import OptionError\n"
-        "_restrict_cores(1)\nprint(len(os.sched_getaffinity(0)))\n"
-        "try:\n    _restrict_cores(2)\nexcept OptionError as error:\n    print(error)"
+        "_restrict_cores(1, 0)\nprint(len(os.sched_getaffinity(0)))\n"
+        "try:\n    _restrict_cores(2, 0)\nexcept OptionError as error:\n    print(error)"
     )
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert lines == ["1", "threads is 2: this process may use 1 cores"]

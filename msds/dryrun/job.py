@@ -103,7 +103,7 @@ class Job:
             "draft": tuple(bucket for bucket in decode if bucket["Q"] == 1),
             "head": ({"T": HEAD_ROWS},),
         }[step]
-        return found if self.all_buckets else (max(found, key=_size),)
+        return found if self.all_buckets else (max(found, key=bucket_size),)
 
     def weights(self, rank: int) -> dict[str, Shard]:
         """Path -> slice of the derived tree that the plan gives a rank."""
@@ -130,7 +130,7 @@ def _planned_slices(job: Job, rank: int) -> dict[str, Shard]:
     return rank_shards(tree, job.demand.rules, job.shards, rank)
 
 
-def _size(bucket: Mapping[str, int]) -> tuple[int, ...]:
+def bucket_size(bucket: Mapping[str, int]) -> tuple[int, ...]:
     """Tokens of a bucket, then blocks of context."""
     return bucket.get("T", 0) or bucket["S"] * bucket["Q"], bucket.get("B", 0)
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from msds.dryrun.job import Job
+from msds.dryrun.job import Job, bucket_size
 from msds.dryrun.ranks import RankReport, StepReport
 from msds.dryrun.rules import dense_rules, place_of
 
@@ -35,8 +35,8 @@ class Difference:
 
 
 def bucket_of(job: Job) -> dict[str, int]:
-    """The tokens of the skeleton: the largest prefill chunk, in every replica."""
-    return job.ladders[0][-1]
+    """The tokens of the skeleton: the largest prefill step, in every replica."""
+    return max(job.ladders[0], key=bucket_size)
 
 
 def differences(job: Job, report: RankReport, step: StepReport) -> Iterator[Difference]:

@@ -44,8 +44,8 @@ def _norms(module: str) -> Part:
 DEEPSEEK_PARTS = (
     _part("routed experts", _DEEPSEEK, "moe_experts"),
     _part("routing", _DEEPSEEK, "route"),
-    _part("dense and shared MLPs", _DEEPSEEK, "swiglu_mlp"),
-    _part("attention projections", _DEEPSEEK, "linear"),
+    _part("dense and shared MLPs", _DEEPSEEK, "swiglu_mlp", "cut_mlp"),
+    _part("attention projections", _DEEPSEEK, "linear", "row_linear"),
     Part("absorbed projections", ((_DEEPSEEK, "_bmm", "batch_product"), (_DEEPSEEK, "_bmm_nt", "batch_product_nt"))),
     _part("attention core", _DEEPSEEK, "attend_latent"),
     _part("cache read", _DEEPSEEK, "cache_read"),
@@ -56,8 +56,8 @@ DEEPSEEK_PARTS = (
 )
 
 LLAMA_PARTS = (
-    _part("MLPs", _LLAMA, "swiglu_mlp"),
-    _part("attention projections", _LLAMA, "linear"),
+    _part("MLPs", _LLAMA, "cut_mlp"),
+    _part("attention projections", _LLAMA, "linear", "row_linear"),
     _part("attention core", _LLAMA, "attend"),
     _part("cache read", _LLAMA, "cache_read"),
     _part("cache write", _LLAMA, "cache_write"),

@@ -8,6 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, ops
 
 from msds.config import DeepseekConfig
+from msds_graphs.ranks import Ranks
 
 _depend = ops.Depend()
 
@@ -20,6 +21,16 @@ def linear(node: dict[str, Tensor], x: Tensor) -> Tensor:
 def swiglu_mlp(node: dict[str, dict[str, Tensor]], x: Tensor) -> Tensor:
     """[T, D] -> [T, D]."""
     return x
+
+
+def cut_mlp(node: dict[str, dict[str, Tensor]], x: Tensor, ranks: Ranks) -> Tensor:
+    """[T, D] -> [T, D]."""
+    return x
+
+
+def row_linear(node: dict[str, Tensor], x: Tensor, ranks: Ranks) -> Tensor:
+    """[T, D] -> [T, O]."""
+    return linear(node, x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,7 +63,9 @@ def cache_write(cache: Tensor, values: Tensor, rows: Tensor, impl: str) -> Tenso
     return _depend(_depend(cache, values), rows)
 
 
-def moe_experts(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str) -> Tensor:
+def moe_experts(
+    x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str, partial: bool = False
+) -> Tensor:
     """[T, D] -> [T, D]."""
     return _depend(_depend(x, topk_idx), weights)
 

@@ -49,14 +49,16 @@ def test_auto_takes_a_plan_that_runs(tmp_path):
 
 
 def test_steps_and_drafts_follow_the_model(tmp_path):
-    assert tiny_job(config_file(tmp_path), "a2:1", "tp1").steps == ("prefill", "decode", "draft")
-    assert tiny_job(config_file(tmp_path, num_nextn_predict_layers=0), "a2:1", "tp1").steps == ("prefill", "decode")
+    assert tiny_job(config_file(tmp_path), "a2:1", "tp1").steps == ("prefill", "decode", "draft", "head")
+    assert tiny_job(config_file(tmp_path, num_nextn_predict_layers=0), "a2:1", "tp1").steps == (
+        *("prefill", "decode", "head"),
+    )
 
 
 def test_a_job_survives_its_journey(tmp_path):
     job = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2", all_buckets=True)
     assert Job.from_json(job.to_json()) == job
-    assert [len(job.buckets(step)) for step in job.steps] == [1, 4, 2]
+    assert [len(job.buckets(step)) for step in job.steps] == [3, 4, 2, 1]
 
 
 def test_local_trees_are_the_slices(tmp_path):

@@ -13,7 +13,8 @@ import msds
 from msds import SamplingParams
 from msds.config import read_config
 from msds.engine.sequence import Output
-from msds.models.specs import weight_bytes
+from msds.models.specs import tree_bytes
+from msds.models.specs.deepseek import spec
 from msds.train.evaluate import NO_REASONING
 from msds.train.tiny_r1.problems import KINDS, generate_problems
 from msds.train.tiny_r1.recipe import CONFIG
@@ -50,7 +51,7 @@ def answer(llm: msds.LLM, tasks: list[Task]) -> list[Output]:
 def test_it_is_the_recipe_s_model_in_bfloat16() -> None:
     stored = json.loads((msds.DEFAULT_MODEL / "config.json").read_text(encoding="utf-8"))
     assert stored == CONFIG | {"torch_dtype": "bfloat16"}
-    parameters = weight_bytes(read_config(msds.DEFAULT_MODEL), "float32") // 4
+    parameters = tree_bytes(spec(read_config(msds.DEFAULT_MODEL))) // 4
     assert 1e6 < parameters < 3e6
     assert sum(file.stat().st_size for file in msds.DEFAULT_MODEL.iterdir()) < 6 << 20
 

@@ -30,8 +30,6 @@ def add_model(command: argparse.ArgumentParser, text: str, *, optional: bool = F
 
 def model_folder(text: str) -> str:
     """The folder that a MODEL argument means: the shipped model by its name, unless a folder here has that name."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty: name a folder, or . for the current one")
     return str(DEFAULT_MODEL) if text == TINY_R1 and not os.path.exists(text) else text
 
 
