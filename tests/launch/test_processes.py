@@ -141,7 +141,8 @@ def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
 def _program(tmp_path: Path, entry: str, **arguments: Any) -> subprocess.Popen[bytes]:
     """A launcher in a process of its own, whose ranks have a second to end."""
     code = (
-        "import sys\nfrom pathlib import Path\nfrom msds.launch import Cluster, launch\n"
+        "import signal\nimport sys\nfrom pathlib import Path\nfrom msds.launch import Cluster, launch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background shell has it ignored
         f"try:\n    launch('{ENTRIES}:{entry}', {arguments!r}, Cluster(2), logs=Path({str(tmp_path)!r}, 'logs'),"
         " collectives=False, stop_seconds=1)\nexcept KeyboardInterrupt:\n    sys.exit(130)"
     )
