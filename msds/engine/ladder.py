@@ -54,7 +54,7 @@ def step_ladders(
     """(prefill buckets, decode buckets): S sequences, Q query tokens each, B context blocks each.
 
     Prefill takes one sequence, or several with short chunks of short texts where together they keep to
-    `prefill_chunk` tokens; decode one or `max_num_seqs`, of one token each or of one and `num_drafts`.
+    `prefill_chunk` tokens; decode one to `max_num_seqs`, of one token each or of one and `num_drafts`.
     """
     max_blocks = -(-max_model_len // block_size)
     contexts = rungs(max_blocks, max(1, min(max_blocks, 512 // block_size)))
@@ -64,7 +64,8 @@ def step_ladders(
     together = min(max_num_seqs, prefill_chunk // short)
     if together > 1:
         prefill += [{"S": s, "Q": short, "B": contexts[0]} for s in rungs(together, 2)]
-    sequences = tuple(sorted({1, max_num_seqs}))
+    between = {size for size in rungs(max_num_seqs, 1) if size > 2}  # a rung of two would save little
+    sequences = tuple(sorted({1, max_num_seqs} | between))
     queries = tuple(sorted({1, 1 + num_drafts}))
     decode = tuple({"S": s, "Q": q, "B": b} for q in queries for s in sequences for b in contexts)
     return tuple(prefill), decode

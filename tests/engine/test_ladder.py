@@ -30,6 +30,15 @@ def test_rungs(largest: int, smallest: int) -> None:
     assert all(low < high <= RUNG_FACTOR * low for low, high in itertools.pairwise(sizes))
 
 
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, (1,)), (2, (1, 2)), (8, (1, 8)), (16, (1, 4, 16)), (64, (1, 4, 16, 64)), (9, (1, 3, 9))]
+)
+def test_few_sequences_do_not_pay_for_many(most: int, sizes: tuple[int, ...]) -> None:
+    """No step is padded to more than four times its sequences, but for those of 2 to 8 of a small service."""
+    _, decode = step_ladders(max_model_len=512, max_num_seqs=most, prefill_chunk=512, block_size=16)
+    assert tuple(bucket["S"] for bucket in decode) == sizes
+
+
 @given(
     max_model_len=st.integers(1, 20000),
     max_num_seqs=st.integers(1, 64),
