@@ -1,6 +1,6 @@
 """Which static shapes serve which lengths: a short ladder per step, and how prompts are cut into calls. No tensors.
 
-Compiling costs seconds per shape, padding costs compute: rungs a factor four apart keep the default at fourteen
+Compiling costs seconds per shape, padding costs compute: rungs a factor four apart keep the default at fifteen
 shapes and waste at most three quarters of a step's context reads, half of them on average.
 """
 
