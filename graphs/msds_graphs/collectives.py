@@ -10,6 +10,8 @@ each graph every collective depends on the one before it: MindSpore orders indep
 on each rank. `after` adds such a dependence where the data has none. A rank that comes 30 seconds late is given up.
 """
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
@@ -62,9 +64,7 @@ def all_gather(x: Tensor, axis: str, dim: int, ranks: Ranks) -> Tensor:
     if size == 1:
         return x
     if ranks.native:
-        if dim == 0:
-            return ops.AllGather(ranks.group(axis))(x)
-        return ops.AllGather(ranks.group(axis))(x.swapaxes(0, dim)).swapaxes(0, dim)
+        return _along(ops.AllGather(ranks.group(axis)), x, dim)
     value = x.astype(ms.float32) if x.dtype in _CARRIED else x
     mine = _one_of(size, ranks.index(axis), value.ndim)
     parts = ops.where(mine, value.expand_dims(0), ops.zeros((1,), value.dtype))  # [n, ..], zeros but for part r
@@ -77,9 +77,7 @@ def reduce_scatter(x: Tensor, axis: str, dim: int, ranks: Ranks) -> Tensor:
     if size == 1:
         return x
     if ranks.native:
-        if dim == 0:
-            return ops.ReduceScatter(ops.ReduceOp.SUM, ranks.group(axis))(x)
-        return ops.ReduceScatter(ops.ReduceOp.SUM, ranks.group(axis))(x.swapaxes(0, dim)).swapaxes(0, dim)
+        return _along(ops.ReduceScatter(ops.ReduceOp.SUM, ranks.group(axis)), x, dim)
     part = x.shape[dim] // size
     return ops.narrow(all_reduce(x, axis, ranks), dim, ranks.index(axis) * part, part)
 
@@ -101,6 +99,11 @@ def after(x: Tensor, earlier: Tensor, ranks: Ranks) -> Tensor:
     if ranks.plan.ranks == 1:
         return x
     return ops.depend(x, earlier)
+
+
+def _along(primitive: Any, x: Tensor, dim: int) -> Tensor:
+    """A primitive that works along the first dim, along `dim`."""
+    return primitive(x) if dim == 0 else primitive(x.swapaxes(0, dim)).swapaxes(0, dim)
 
 
 def _sum(x: Tensor, axis: str, ranks: Ranks) -> Tensor:

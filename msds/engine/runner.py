@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +69,8 @@ class Runner:
         self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
-        self._prefill = self._compile("prefill", functions.prefill, prefill_buckets, num_logits=1)
-        self._decode = self._compile("decode", functions.decode, decode_buckets, num_logits=0)
+        self._prefill = self._compile_pass("prefill", functions.prefill, prefill_buckets, num_logits=1)
+        self._decode = self._compile_pass("decode", functions.decode, decode_buckets, num_logits=0)
         self._draft = self._compile_draft([bucket for bucket in decode_buckets if bucket["Q"] == 1])
         self._head = self._compile_head()
 
@@ -122,28 +122,17 @@ class Runner:
             return BATCH_SPEC
         return BATCH_SPEC | {"prev_hidden": ArraySpec(("S", self.model.config.hidden_size), "float32")}
 
-    def _compile(self, name: str, function: Any, buckets: Sequence[dict[str, int]], *, num_logits: int) -> Compiled:
-        from msds_graphs.compile import compile
-
+    def _compile_pass(
+        self, name: str, function: Any, buckets: Sequence[dict[str, int]], *, num_logits: int
+    ) -> Compiled:
         config, plan, block_size = self.model.config, self.model.plan, self.block_size
 
         def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return function(params, cache, batch, config, plan, num_logits, block_size)
 
-        return compile(
-            step,
-            bound=self.model.params,
-            donated=self.cache,
-            batch=self._batch_spec,
-            buckets=buckets,
-            outputs=LAST_TOKEN if num_logits else EVERY_TOKEN,
-            name=name,
-            in_place=plan.implementation("cache_write") != "reference",
-        )
+        return self._compile(name, step, buckets, outputs=LAST_TOKEN if num_logits else EVERY_TOKEN)
 
     def _compile_draft(self, buckets: Sequence[dict[str, int]]) -> Compiled | None:
-        from msds_graphs.compile import compile
-
         count = self.num_drafts
         if count == 0:
             return None
@@ -153,15 +142,30 @@ class Runner:
         def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return function(params, cache, batch, config, plan, count, vocab, block_size)
 
+        slots = {"draft_slots": ArraySpec(("S", count), "int32")}
+        return self._compile("draft", step, buckets, outputs={"drafts": ("S", None)}, more=slots)
+
+    def _compile(
+        self,
+        name: str,
+        step: Any,
+        buckets: Sequence[dict[str, int]],
+        *,
+        outputs: Any,
+        more: Mapping[str, ArraySpec] | None = None,
+    ) -> Compiled:
+        """A step over the cache; more: what it takes beside the batch of every step."""
+        from msds_graphs.compile import compile
+
         return compile(
             step,
             bound=self.model.params,
             donated=self.cache,
-            batch=self._batch_spec | {"draft_slots": ArraySpec(("S", count), "int32")},
+            batch={**self._batch_spec, **(more or {})},
             buckets=buckets,
-            outputs={"drafts": ("S", None)},
-            name="draft",
-            in_place=plan.implementation("cache_write") != "reference",
+            outputs=outputs,
+            name=name,
+            in_place=self.model.plan.implementation("cache_write") != "reference",
         )
 
     def _compile_head(self) -> Compiled:

@@ -49,11 +49,16 @@ NO_REASONING = "\n</think>\n\n"
 def measure(
     model: str | Path, tasks: Sequence[Task], *, max_tokens: int, reasoning: bool = True, max_num_seqs: int = 32
 ) -> tuple[list[bool], list[Score]]:
-    """Whether each task is answered rightly, greedily, by a checkpoint folder; and the scores.
+    """Whether each task is answered rightly by a checkpoint folder, as `answered_rightly`; and the scores."""
+    right = answered_rightly(LLM(model, max_num_seqs=max_num_seqs), tasks, max_tokens=max_tokens, reasoning=reasoning)
+    return right, scores(tasks, right)
+
+
+def answered_rightly(llm: LLM, tasks: Sequence[Task], *, max_tokens: int, reasoning: bool = True) -> list[bool]:
+    """Whether each task is answered rightly, greedily.
 
     Without `reasoning` the thinking that the prompt opens is closed at once, so the answer must come without it.
     """
-    llm = LLM(model, max_num_seqs=max_num_seqs)
     sampling = llm.default_sampling(temperature=0.0, max_tokens=max_tokens)
     prompts = [llm.model.chat.encode(task.prompt) for task in tasks]
     if not reasoning:
@@ -62,8 +67,7 @@ def measure(
         prompts = [[*prompt, *closing] for prompt in prompts]
     outputs = llm.generate(prompts, sampling)
     texts = [output.text if reasoning else NO_REASONING + output.text for output in outputs]
-    right = [is_correct(task, text) for task, text in zip(tasks, texts, strict=True)]
-    return right, scores(tasks, right)
+    return [is_correct(task, text) for task, text in zip(tasks, texts, strict=True)]
 
 
 def scores(tasks: Sequence[Task], right: Sequence[bool]) -> list[Score]:

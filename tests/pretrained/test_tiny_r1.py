@@ -15,7 +15,7 @@ from msds.config import read_config
 from msds.engine.sequence import Output
 from msds.models.specs import tree_bytes
 from msds.models.specs.deepseek import spec
-from msds.train.evaluate import NO_REASONING
+from msds.train.evaluate import answered_rightly
 from msds.train.tiny_r1.problems import KINDS, generate_problems
 from msds.train.tiny_r1.recipe import CONFIG
 from msds.train.verifiable import Task
@@ -75,13 +75,9 @@ def test_three_of_four_drafts_are_kept_and_change_nothing(greedy: list[Output], 
     assert stats.accepted[0] >= 0.75 * stats.drafted[0]
 
 
-def test_the_reasoning_is_used(llm: msds.LLM, greedy: list[Output], tasks: list[Task]) -> None:
+def test_the_reasoning_is_used(llm: msds.LLM, tasks: list[Task]) -> None:
     """The same questions with the thinking closed at once."""
-    assert llm.model.tokenizer is not None
-    closing = llm.model.tokenizer.encode(NO_REASONING, bos=False)
-    prompts = [[*llm.model.chat.encode(list(task.prompt)), *closing] for task in tasks]
-    cut = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32))
-    hits = [right(task, NO_REASONING + output.text) for task, output in zip(tasks, cut, strict=True)]
+    hits = answered_rightly(llm, tasks, max_tokens=32, reasoning=False)
     assert sum(hits) <= 0.7 * len(hits)
 
 
