@@ -1,5 +1,6 @@
 """A model folder as a whole: made under another name until it is complete, and what belongs beside the weights."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,9 +14,13 @@ COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokeni
 
 
 def check_new_folder(target: Path) -> None:
-    """CheckpointError unless `target` is absent or an empty folder: to be asked before the work, not after."""
+    """CheckpointError unless `target` is an empty folder, or absent in one that may be written to: to be asked before
+    the work, not after."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; name a new one")
+    parent = next(parent for parent in target.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{target} cannot be made: {parent} is no folder that may be written to")
 
 
 @contextmanager
