@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from msds.config import max_context
 from msds.errors import TrainingError
 from msds.model import Model
 from msds.train.data import Batches, Example, split_batch
@@ -88,6 +89,12 @@ class Trainer:
         teacher: Model | None = None,
         ranks: Ranks | None = None,
     ) -> None:
+        if max(options.lengths) > max_context(model.config):
+            raise TrainingError(
+                f"lengths are {list(options.lengths)}, beyond the model's context of {max_context(model.config)}"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise TrainingError(f"{folder} is a file: name a folder for the run")
         self.model = model
         self.folder = folder
         self.options = options

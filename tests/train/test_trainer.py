@@ -115,6 +115,15 @@ def test_the_export_serves_the_trained_weights(whole: Any, tmp_path: Path) -> No
         trainer.export(target)
 
 
+def test_a_run_that_cannot_be_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
+    model = msds.load(folder, progress=False)
+    with pytest.raises(TrainingError, match=r"lengths are \[24, 99999\], beyond the model's context"):
+        Trainer(model, tmp_path / "run", replace(OPTIONS, lengths=(24, 99999)))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(TrainingError, match="file is a file"):
+        Trainer(model, tmp_path / "file", OPTIONS)
+
+
 def test_distillation_moves_towards_the_teacher(folder: Path, tiny: Any, tmp_path: Path) -> None:
     student = msds.load(folder, progress=False)
     teacher = msds.load(tiny("llama_base", tokenizer=True, seed=1), progress=False)
