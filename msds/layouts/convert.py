@@ -27,7 +27,8 @@ from msds.config import ModelConfig, read_config
 from msds.errors import CheckpointError
 from msds.layouts.orders import LAYOUT_NAME, Orders
 from msds.layouts.rules import LAYOUTS, Rule, experts_of, fill, rule_for_hf
-from msds.layouts.view import TrainingCheckpoint, fill_stored, mtp_copies, open_checkpoint, open_training
+from msds.layouts.view import TrainingCheckpoint, fill_stored, open_checkpoint, open_training, shared_by_mtp
+from msds.models.names import mtp_copies
 from msds.models.specs import model_specs
 from msds.weights import checkpoint_entries, settle_mtp, stored_skips
 
@@ -89,9 +90,9 @@ def convert_to_mindspore(
 ) -> Path:
     """Writes a Hugging Face folder in a training layout: safetensors, MindFormers' name map, config and tokenizer.
 
-    `msds_layout.json` beside them says the orders, so that the folder loads and converts back as it is. Needs memory
-    for the largest tensor, which is that of all experts of a layer. CheckpointError for float8 weights, and for what
-    the layout has no place for.
+    `msds_layout.json` beside them says the orders and which copies were absent, so that the folder loads, and converts
+    back to the same bytes. Needs memory for the largest tensor, which is that of all experts of a layer.
+    CheckpointError for float8 weights, and for what the layout has no place for.
     """
     if layout not in LAYOUTS:
         raise CheckpointError(f"layout {layout!r} is unknown: {'; '.join(LAYOUTS)}")
@@ -109,7 +110,9 @@ def convert_to_mindspore(
             written = Checkpoint.open(folder)
             names = {name: info.file.name for name, info in sorted(written.tensors.items())}
             _write_json(folder / NAME_MAP, names)
-            _write_json(folder / LAYOUT_NAME, {"layout": layout, "orders": orders.said()})
+            record = {"layout": layout, "orders": orders.said()}
+            absent = sorted(set(mtp_copies(config)) - set(checkpoint.tensors))
+            _write_json(folder / LAYOUT_NAME, record | ({"absent": absent} if absent else {}))
             if compare is not None:
                 compare_folders(folder, compare)
     finally:
@@ -120,12 +123,16 @@ def convert_to_mindspore(
 def compare_folders(folder: Path, reference: Path) -> int:
     """The number of tensors, all bit for bit the same in both folders, whatever layouts these have.
 
-    CheckpointError says which layer differs first, and in which tensors.
+    CheckpointError says which tensors one of them lacks, or which layer differs first, and in which tensors.
     """
     config = read_config(reference)
     first, second = open_checkpoint(folder, config), open_checkpoint(reference, config)
     try:
-        names = sorted({*first.tensors, *second.tensors}, key=_layer)
+        if absent := [name for name in second.tensors if name not in first]:
+            raise CheckpointError(f"{name_some(absent)} of {reference} would be absent")
+        if added := [name for name in first.tensors if name not in second]:
+            raise CheckpointError(f"{name_some(added)} would be there, but {reference} lacks them")
+        names = sorted(first.tensors, key=_layer)
         different = [name for name in names if not _is_same(first, second, name)]
     finally:
         first.close()
@@ -201,7 +208,7 @@ def _stored_sources(checkpoint: Checkpoint, config: ModelConfig, layout: str, or
 def _groups(checkpoint: Checkpoint, config: ModelConfig, layout: str) -> Iterable[_Group]:
     """Every tensor in one group, those excepted that the layout does not store because they are copies."""
     groups: dict[tuple[Rule, tuple[tuple[str, int], ...]], _Group] = {}
-    copies = mtp_copies(config)
+    copies = shared_by_mtp(config)
     for name, info in checkpoint.tensors.items():
         if info.dtype.startswith("float8"):
             raise CheckpointError(
@@ -256,7 +263,7 @@ def _layer(name: str) -> tuple[int, str]:
 
 
 def _is_same(first: Checkpoint, second: Checkpoint, name: str) -> bool:
-    if name not in first or name not in second or first.info(name).dtype != second.info(name).dtype:
+    if first.info(name).dtype != second.info(name).dtype:
         return False
     return bool(np.array_equal(first.read(name, raw=True), second.read(name, raw=True)))
 

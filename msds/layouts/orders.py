@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from msds.errors import CheckpointError
 
 LAYOUT_NAME = "msds_layout.json"
-"""A file beside a training checkpoint: {"orders": {"qkv": "grouped", ...}}, also "layout", for people."""
+"""A file beside a training checkpoint: {"orders": {"qkv": "grouped", ...}}, also "layout", for people, and "absent"."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "qkv": ("grouped", "contiguous"),
@@ -70,14 +70,23 @@ def parse_orders(texts: Iterable[str]) -> Orders:
     return Orders(**given)
 
 
-def read_orders(folder: Path) -> Orders:
-    """The orders that a folder's `msds_layout.json` states; none without that file."""
+@dataclass(frozen=True)
+class Record:
+    """What `msds_layout.json` states. absent: copies in MTP layers that the Hugging Face folder did not have."""
+
+    orders: Orders = field(default_factory=Orders)
+    absent: frozenset[str] = frozenset()
+
+
+def read_record(folder: Path) -> Record:
+    """The record of a folder; an empty one without that file."""
     path = folder / LAYOUT_NAME
     if not path.is_file():
-        return Orders()
+        return Record()
     try:
-        orders = json.loads(path.read_text(encoding="utf-8"))["orders"]
-        return parse_orders(f"{key}={value}" for key, value in orders.items())
+        content = json.loads(path.read_text(encoding="utf-8"))
+        orders = parse_orders(f"{key}={value}" for key, value in content["orders"].items())
+        return Record(orders, frozenset(content.get("absent", ())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f'{path} is not {{"orders": {{"qkv": "grouped", ...}}}}: {error}') from None
 

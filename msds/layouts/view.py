@@ -17,9 +17,10 @@ from msds.config import DeepseekConfig, ModelConfig
 from msds.errors import CheckpointError
 from msds.layouts.forms import EXPERT
 from msds.layouts.locate import Contents, is_training_checkpoint, read_contents
-from msds.layouts.orders import Orders, order_needed, read_orders
+from msds.layouts.orders import Orders, order_needed, read_record
 from msds.layouts.rules import Rule, experts_of, fill, known_layouts, match_stored
 from msds.layouts.stored import StoredTensor
+from msds.models.names import mtp_copies
 
 Shape = tuple[int, ...]
 
@@ -115,8 +116,8 @@ def open_training(
     orders: of fused tensors, beyond what `msds_layout.json` says. CheckpointError names every tensor that no layout
     knows, whose order is not known, or whose partner is missing.
     """
-    said = read_orders(source if source.is_dir() else source.parent)
-    orders = (orders or Orders()).over(said)
+    said = read_record(source if source.is_dir() else source.parent)
+    orders = (orders or Orders()).over(said.orders)
     contents = read_contents(source, strategy=strategy, suffix=suffix)
     groups = _groups(source, contents, config)
     faults: list[str] = []
@@ -135,7 +136,7 @@ def open_training(
             faults.append(str(error))
     if faults:
         raise CheckpointError("\n  ".join([f"{source} cannot be read ({len(faults)} faults):", *dict.fromkeys(faults)]))
-    _add_copies(origins, tensors, config)
+    _add_copies(origins, tensors, config, said.absent)
     return TrainingCheckpoint(
         source,
         tensors,
@@ -235,26 +236,26 @@ def _info(name: str, shape: Shape, origin: Origin) -> TensorInfo:
     return TensorInfo(name, piece.dtype, shape, piece.file, (start, start + size))
 
 
-def mtp_copies(config: ModelConfig) -> dict[str, str]:
-    """What Hugging Face stores again in each MTP layer, and what it is a copy of.
+def shared_by_mtp(config: ModelConfig) -> dict[str, str]:
+    """What training layouts may leave out of MTP layers, and what it then is a copy of.
 
     The embedding and the head always are copies. The norm is one in MindFormers 1.x alone, whose MTP layers have none.
     """
-    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    copies = {}
-    for depth in range(getattr(config, "num_nextn_predict_layers", 0)):
-        prefix = f"model.layers.{config.num_hidden_layers + depth}."
-        copies[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
-        copies[f"{prefix}shared_head.head.weight"] = head
-        copies[f"{prefix}shared_head.norm.weight"] = "model.norm.weight"
-    return copies
+    norms = {
+        f"model.layers.{config.num_hidden_layers + depth}.shared_head.norm.weight": "model.norm.weight"
+        for depth in range(getattr(config, "num_nextn_predict_layers", 0))
+    }
+    return mtp_copies(config) | norms
 
 
-def _add_copies(origins: dict[str, tuple[Origin, int]], tensors: dict[str, TensorInfo], config: ModelConfig) -> None:
-    """Gives stored MTP layers the tensors that they share with the main model."""
-    for name, original in mtp_copies(config).items():
+def _add_copies(
+    origins: dict[str, tuple[Origin, int]], tensors: dict[str, TensorInfo], config: ModelConfig, absent: frozenset[str]
+) -> None:
+    """Gives stored MTP layers the tensors that they share with the main model, the `absent` ones excepted."""
+    for name, original in shared_by_mtp(config).items():
         layer = ".".join(name.split(".")[:3])
-        if name not in origins and f"{layer}.eh_proj.weight" in origins and original in origins:
+        is_wanted = name not in origins and name not in absent
+        if is_wanted and f"{layer}.eh_proj.weight" in origins and original in origins:
             origins[name] = origins[original]
             tensors[name] = replace(tensors[original], name=name)
 

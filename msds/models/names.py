@@ -26,16 +26,26 @@ def is_stacked(path: str) -> bool:
     return _EXPERT.fullmatch(path) is not None
 
 
+def mtp_copies(config: ModelConfig) -> dict[str, str]:
+    """What DeepSeek's checkpoints store again in each MTP layer, and what it is a copy of: embedding and head."""
+    head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    copies = {}
+    for depth in range(getattr(config, "num_nextn_predict_layers", 0)):
+        prefix = f"model.layers.{config.num_hidden_layers + depth}."
+        copies[f"{prefix}embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"{prefix}shared_head.head.weight"] = head
+    return copies
+
+
 def skipped_tensors(config: ModelConfig, *, has_mtp: bool) -> tuple[Skip, ...]:
     """Stored tensors that are knowingly not loaded; `has_mtp`: whether the tree has the MTP layers."""
     skipped = [Skip("*.rotary_emb.inv_freq", "computed from the config")]
     if config.tie_word_embeddings:
         skipped.append(Skip("lm_head.weight", "the head is the embedding, as the config says"))
-    depths = getattr(config, "num_nextn_predict_layers", 0)
-    for layer in range(config.num_hidden_layers, config.num_hidden_layers + depths):
-        if has_mtp:
-            skipped.append(Skip(f"model.layers.{layer}.embed_tokens.weight", "a copy of the main model's embedding"))
-            skipped.append(Skip(f"model.layers.{layer}.shared_head.head.weight", "a copy of the main model's head"))
-        else:
+    if has_mtp:
+        skipped += [Skip(name, f"a copy of {original}") for name, original in mtp_copies(config).items()]
+    else:
+        depths = getattr(config, "num_nextn_predict_layers", 0)
+        for layer in range(config.num_hidden_layers, config.num_hidden_layers + depths):
             skipped.append(Skip(f"model.layers.{layer}.*", "an MTP layer, and speculation is off"))
     return tuple(skipped)

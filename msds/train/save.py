@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from msds.checkpoint.dtypes import encode
 from msds.checkpoint.folders import copy_companions, new_folder
 from msds.checkpoint.save import TensorSource, write_checkpoint
 from msds.config import ModelConfig
-from msds.models.names import hf_names, is_stacked
+from msds.models.names import hf_names, is_stacked, mtp_copies
 from msds_graphs.trees import Tree, tree_flatten
 
 
 def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSource]:
-    """The tensors of a Hugging Face checkpoint for a canonical tree; float32 leaves of gates stay float32."""
+    """The tensors of a Hugging Face checkpoint for a canonical tree; float32 leaves of gates stay float32.
+
+    MTP layers get their copies of embedding and head, as in DeepSeek's checkpoints: other engines look for them there.
+    """
     leaves, structure = tree_flatten(tree)
     sources: list[TensorSource] = []
     for path, leaf in zip(structure.paths(), leaves, strict=True):
@@ -24,6 +28,9 @@ def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSo
         parts = leaf if is_stacked(path) else [leaf]
         for name, part in zip(names, parts, strict=True):
             sources.append(TensorSource(name, stored, part.shape, partial(encode, part, stored)))
+    if "mtp" in tree:
+        named = {source.name: source for source in sources}
+        sources += [replace(named[original], name=name) for name, original in mtp_copies(config).items()]
     return sources
 
 

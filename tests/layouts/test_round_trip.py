@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from msds.errors import CheckpointError
 from msds.layouts import Orders, convert_to_hf, convert_to_mindspore
+from msds.pretrained import DEFAULT_MODEL
 from tests.layouts.training import assert_same, mindformers, read, without_mtp
 
 VARIANTS = ["v3_two_mtp", "v2_lite", "qwen2_tied", "qwen2_tied_stored_head", "llama_bias"]
@@ -46,6 +47,45 @@ def test_there_and_back(tiny, tmp_path, variant, layout, orders):
         assert (tmp_path / "hf" / name).read_bytes() == (folder / name).read_bytes()
     names = json.loads((tmp_path / "ms" / "param_name_map.json").read_text())
     assert names.keys() == read(tmp_path / "ms").keys()
+
+
+@pytest.mark.parametrize("stored", [(), ("embed_tokens.weight",), ("embed_tokens.weight", "shared_head.head.weight")])
+def test_copies_in_mtp_layers_come_back_only_where_they_were(tiny, tmp_path, stored):
+    folder = tiny("v3_two_mtp", dtype="bfloat16")
+    start = tmp_path / "start"
+    shutil.copytree(folder, start)
+    tensors = read(folder)
+    first = 4  # the first MTP layer stands behind the main ones
+    assert f"model.layers.{first}.eh_proj.weight" in tensors
+    copies = ("embed_tokens.weight", "shared_head.head.weight")
+    for name in (f"model.layers.{first}.{copy}" for copy in copies if copy not in stored):
+        del tensors[name]
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    convert_to_mindspore(start, tmp_path / "ms", "mcore", compare=start)
+    convert_to_hf(tmp_path / "ms", tmp_path / "hf", compare=start)
+    assert_same(tensors, read(tmp_path / "hf"))
+
+
+def test_the_shipped_model(tmp_path):
+    convert_to_mindspore(DEFAULT_MODEL, tmp_path / "ms", "mcore")
+    convert_to_hf(tmp_path / "ms", tmp_path / "hf", compare=DEFAULT_MODEL)
+    assert_same(read(DEFAULT_MODEL), read(tmp_path / "hf"))
+    assert any(name.endswith("shared_head.head.weight") for name in read(DEFAULT_MODEL))
+
+
+def test_absent_tensors_are_called_absent(tiny, tmp_path):
+    """Against a folder that lacks copies: not a difference that an order could explain."""
+    folder = tiny("v3_base", dtype="bfloat16")
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    tensors = read(folder)
+    copy = next(name for name in tensors if name.endswith("shared_head.head.weight"))
+    del tensors[copy]
+    save_file(tensors, bare / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"^tensor {copy} would be there, but .*bare lacks"):
+        convert_to_mindspore(folder, tmp_path / "ms", "mcore", compare=bare)
+    with pytest.raises(CheckpointError, match=f"^tensor {copy} of .* would be absent$"):
+        convert_to_mindspore(bare, tmp_path / "ms", "mcore", compare=folder)
 
 
 @pytest.mark.parametrize("variant", ["v3_base", "llama_base", "qwen2_base"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import OptionError
-from msds_serve.commands import add_command
+from msds_serve.commands import add_command, model_folder
 
 GGUF, TRAINING, HF = "a GGUF file", "a MindSpore training checkpoint", "a Hugging Face folder"
 _GGUF_SUFFIXES = (".gguf", ".whl", ".zip")
@@ -36,6 +36,7 @@ def add(commands: Any) -> None:
         "source",
         metavar="SOURCE",
         nargs="+",
+        type=model_folder,
         help=".gguf file, or a wheel, zip or folder with one; .ckpt or .safetensors of MindSpore, a folder of them or "
         "of rank_N folders; Hugging Face folder (--to mindspore)",
     )
@@ -44,7 +45,10 @@ def add(commands: Any) -> None:
     command.add_argument("--dtype", help="GGUF: float32 (default), bfloat16 or float16")
     training = command.add_argument_group("training checkpoints")
     training.add_argument(
-        "--config", metavar="PATH", help="folder with config.json and tokenizer, or config.json; default SOURCE"
+        "--config",
+        metavar="PATH",
+        type=model_folder,
+        help="folder with config.json and tokenizer, or config.json; default SOURCE",
     )
     training.add_argument(
         "--strategy", metavar="PATH", help="how ranks cut their tensors: MindSpore's strategy file, or folder of them"
@@ -61,7 +65,10 @@ def add(commands: Any) -> None:
     )
     training.add_argument("--layout", help="to write: mindformers (default), mindformers-fused or mcore")
     training.add_argument(
-        "--compare", metavar="FOLDER", help="compare every tensor with this model's and say which layer differs first"
+        "--compare",
+        metavar="FOLDER",
+        type=model_folder,
+        help="compare every tensor with this model's and say which layer differs first",
     )
 
 
