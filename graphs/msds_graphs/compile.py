@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from msds_graphs.buckets import Bucket, choose_bucket, unique_buckets, worst_was
 from msds_graphs.errors import GraphError
 from msds_graphs.faults import explain
 from msds_graphs.functions import prepare
+from msds_graphs.interrupts import held_back
 from msds_graphs.results import Result, read_result
 from msds_graphs.steps import make_step
 from msds_graphs.trees import Tree, at, tree_flatten, tree_map, tree_structure, tree_unflatten
@@ -322,8 +324,9 @@ class Compiled:
         if compiling:
             ms.set_recursion_limit(GRAPH_CALL_DEPTH)
         try:
-            flat: tuple[Any, ...] = step.call(*self._tensors_of(arrays))
-            wait(flat)  # the call returns before the graph has run, and only here do its errors come out
+            with held_back(f"compiling {self.name}") if compiling else nullcontext():
+                flat: tuple[Any, ...] = step.call(*self._tensors_of(arrays))
+                wait(flat)  # the call returns before the graph has run, and only here do its errors come out
         except Exception as error:
             if self._steps.get(bucket) is step:
                 del self._steps[bucket]

@@ -32,6 +32,7 @@ from msds.train.trainer import canonical
 from msds.train.verifiable import Task, is_correct
 from msds_graphs.binding import bind, fresh_prefix
 from msds_graphs.compile import compile
+from msds_graphs.interrupts import held_back
 
 Array = npt.NDArray[Any]
 Reward = Callable[[Task, str], float]
@@ -127,6 +128,9 @@ class Reinforcer:
     def run(self, tasks: Sequence[Task], progress: Callable[[str], None] | None = print) -> None:
         """Rounds up to options.rounds; the state is saved every so many rounds, at the end, and on an interrupt."""
         say, since = progress or (lambda line: None), self.done
+        if self.done < self.options.rounds:
+            for compiled in (self.llm.engine.runner, self.step, self._reference):
+                compiled.warm_up(say)
         with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
             try:
                 while self.done < self.options.rounds:
@@ -171,8 +175,9 @@ class Reinforcer:
         parts = split_batch(batch, len(outputs) // options.micro_batch)
         for part in parts:
             part["ref_logprobs"] = self._reference({name: part[name] for name in COMMON_BATCH})["logprobs"]
-        report = self.step(parts, rate=options.learning_rate, step=self.done + 1)
-        self.done += 1
+        with held_back(f"round {self.done + 1}"):  # weights and their number belong together
+            report = self.step(parts, rate=options.learning_rate, step=self.done + 1)
+            self.done += 1
         lengths = [len(output.token_ids) for output in outputs]
         return {
             "round": self.done,

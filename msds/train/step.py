@@ -115,6 +115,11 @@ class TrainStep:
         """The canonical tree of present values, as NumPy arrays of their own."""
         return tree_unflatten(self.structure, [np.array(to_numpy(leaf)) for leaf in self.state["params"]])
 
+    def warm_up(self, progress: Callable[[str], None] | None = print) -> None:
+        """Compile all shapes, printing a table; the state is what it was."""
+        for compiled in (self.gradients, self.update):
+            compiled.warm_up(progress)
+
     def __call__(self, micro_batches: Sequence[Mapping[str, Array]], *, rate: float, step: int) -> StepReport:
         """One optimiser step over batches whose `weights` sum to one together; step counts from 1.
 

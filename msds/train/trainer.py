@@ -24,6 +24,7 @@ from msds.train.state import LOG_NAME, resume_state, save_state
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
 from msds_graphs.binding import to_numpy
 from msds_graphs.compile import Compiled, compile
+from msds_graphs.interrupts import held_back
 from msds_graphs.ranks import Ranks
 from msds_graphs.trees import tree_map
 
@@ -144,6 +145,10 @@ class Trainer:
         options, schedule = self.options, self.options.schedule
         batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
         say = progress if progress is not None and self._writes else (lambda line: None)
+        if self.done < options.steps:
+            self.step.warm_up(say)
+            if self._teacher is not None:
+                self._teacher.warm_up(say)
         started, tokens, since = time.monotonic(), 0, self.done
         with (self.folder / LOG_NAME if self._writes else Path(os.devnull)).open("a", encoding="utf-8") as log:
             try:
@@ -155,8 +160,9 @@ class Trainer:
                         for part in parts:
                             inputs = {name: part[name] for name in COMMON_BATCH}
                             part["teacher_logits"] = self._teacher(inputs)["logits"]
-                    report = self.step(parts, rate=schedule.rate(self.done), step=self.done + 1)
-                    self.done += 1
+                    with held_back(f"step {self.done + 1}"):  # weights and their number belong together
+                        report = self.step(parts, rate=schedule.rate(self.done), step=self.done + 1)
+                        self.done += 1
                     tokens += int(batch["query_lens"].sum())
                     if self.done % options.log_every == 0 or self.done == options.steps:
                         seconds = time.monotonic() - started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     llm = LLM(options.model, max_num_seqs=min(64, answers), max_model_len=max(settings.lengths))
     objective = Grpo(kl_weight=options.kl_weight, mtp_weight=options.mtp_weight)
     reinforcer = Reinforcer(llm, load(options.model), Path(options.run_folder), settings, objective=objective)
-    reinforcer.run(tasks)
+    reinforcer.run(tasks, partial(print, flush=True))
     if options.export is not None:
         print(f"wrote {reinforcer.export(Path(options.export))}")
     return 0

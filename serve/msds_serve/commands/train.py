@@ -6,6 +6,7 @@ import argparse
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,6 @@ def train(
     objective = NextToken(**weights) if teacher is None else Distillation(options.temperature, **weights)
     examples = [encode_conversation(messages, tokenizer, chat) for messages in conversations]
     trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher, ranks=ranks)
-    trainer.run(examples, stop=stop)
+    trainer.run(examples, partial(print, flush=True), stop=stop)
     if options.export is not None and not stop() and trainer.ranks.rank == 0:
         print(f"wrote {trainer.export(Path(options.export))}")
