@@ -30,8 +30,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     CheckpointError as `check_new_folder`.
     """
     check_new_folder(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be made: {error.strerror}") from None
+    with unfinished as scratch:
         folder = Path(scratch) / "folder"
         folder.mkdir()
         yield folder

@@ -99,7 +99,8 @@ def read_json(path: Path) -> dict[str, object]:
     try:
         data = json.loads(text, object_pairs_hook=_refuse_repetition)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+        folder = "" if path.suffix == ".json" else "; is it the model's folder that is meant?"
+        raise ConfigError(f"{path} is not JSON: {error}{folder}") from None
     except _RepetitionError as error:
         raise ConfigError(f"{path}: field {error} is given twice; keep one of them") from None
     if not isinstance(data, dict):

@@ -35,19 +35,30 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that hold something, numbered from 1; TrainingError when it cannot be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{path} is not text in UTF-8, from byte {error.start} on") from None
+    except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error}") from None
     return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
+def read_line(path: Path, number: int, line: str) -> Any:
+    """What a line of JSON says; TrainingError names the line and the column."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise TrainingError(f"{path}, line {number} is not JSON: {error}") from None
 
 
 def read_conversations(path: Path) -> list[Messages]:
     """JSON lines of {"messages": [..., {"role": "assistant", "content": "..."}]}; TrainingError names the line."""
     conversations: list[Messages] = []
     for number, line in numbered_lines(path):
+        content = read_line(path, number, line)
         try:
-            messages = json.loads(line)["messages"]
+            messages = content["messages"]
             is_good = messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str)
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (KeyError, TypeError, IndexError):
             is_good = False
         if not is_good:
             raise TrainingError(

@@ -26,7 +26,7 @@ from msds.train.data import Example, build_batch, split_batch
 from msds.train.objectives import Grpo, plain_logprobs
 from msds.train.optimizer import AdamW
 from msds.train.save import write_folder
-from msds.train.state import LOG_NAME, resume_state, save_state
+from msds.train.state import LOG_NAME, check_run_folder, resume_state, save_state
 from msds.train.step import COMMON_BATCH, TrainStep
 from msds.train.trainer import canonical
 from msds.train.verifiable import Task, is_correct
@@ -99,6 +99,7 @@ class Reinforcer:
         optimizer: AdamW | None = None,
         reward: Reward = right_answer,
     ) -> None:
+        check_run_folder(folder)
         self.llm = llm
         self.policy = policy
         self.folder = folder
@@ -122,12 +123,16 @@ class Reinforcer:
             outputs=(),
             name="reference",
         )
-        folder.mkdir(parents=True, exist_ok=True)
         self.done = resume_state(folder, self.step, self._identity())
 
     def run(self, tasks: Sequence[Task], progress: Callable[[str], None] | None = print) -> None:
         """Rounds up to options.rounds; the state is saved every so many rounds, at the end, and on an interrupt."""
         say, since = progress or (lambda line: None), self.done
+        if len(tasks) < self.options.tasks_per_round:
+            raise TrainingError(
+                f"{len(tasks)} tasks do not fill a round of {self.options.tasks_per_round}: lower tasks_per_round"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self.done < self.options.rounds:
             for compiled in (self.llm.engine.runner, self.step, self._reference):
                 compiled.warm_up(say)

@@ -57,7 +57,7 @@ class Schedule:
             raise OptionError(f"the learning rate is {self.peak}: it must be a number above 0")
         if min(self.warmup_steps, self.decay_steps) < 0 or self.warmup_steps + self.decay_steps > self.total_steps:
             raise OptionError(
-                f"{self.warmup_steps} steps of warm-up and {self.decay_steps} of decay do not fit into "
+                f"warmup_steps {self.warmup_steps} and decay_steps {self.decay_steps} do not fit into "
                 f"{self.total_steps} steps: lower them or train longer"
             )
         if not 0 <= self.final <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ LOG_NAME = "log.jsonl"
 
 PARTS = ("params", "first", "second")
 """What a step keeps: parameters and both moments."""
+
+
+def check_run_folder(folder: Path) -> None:
+    """TrainingError for what cannot become the folder of a run: to be asked before the work."""
+    if folder.exists() and not folder.is_dir():
+        raise TrainingError(f"{folder} is a file: name a folder for the run")
+    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise TrainingError(f"run folder {folder} cannot be made: {existing} is no folder that may be written to")
 
 
 def save_state(folder: Path, step: TrainStep, done: int, options: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from msds.train.data import Batches, Example, split_batch
 from msds.train.objectives import ObjectiveSettings
 from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import write_folder
-from msds.train.state import LOG_NAME, resume_state, save_state
+from msds.train.state import LOG_NAME, check_run_folder, resume_state, save_state
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
 from msds_graphs.binding import to_numpy
 from msds_graphs.compile import Compiled, compile
@@ -33,14 +33,17 @@ logger = logging.getLogger("msds")
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long and how fast. lengths: text lengths that batches are padded to, one compiled graph each."""
+    """How long and how fast. lengths: text lengths that batches are padded to, one compiled graph each.
+
+    warmup_steps: None is a tenth of the steps, 100 at most.
+    """
 
     steps: int
     learning_rate: float = 1e-3
     batch_size: int = 64
     accumulation: int = 1
     lengths: tuple[int, ...] = (128,)
-    warmup_steps: int = 100
+    warmup_steps: int | None = None
     decay_steps: int = 0
     seed: int = 0
     save_every: int = 200
@@ -54,6 +57,7 @@ class TrainOptions:
             raise TrainingError(f"lengths are {self.lengths}: give at least one of at least 2 tokens")
         if self.batch_size % self.accumulation:
             raise TrainingError(f"a batch of {self.batch_size} does not divide into {self.accumulation} micro-batches")
+        self.schedule  # noqa: B018  (OptionError for numbers that do not fit together, before any work)
 
     def micro_batch(self, replicas: int) -> int:
         """Texts per graph call of each of so many replicas; TrainingError where they do not divide."""
@@ -68,7 +72,8 @@ class TrainOptions:
     @property
     def schedule(self) -> Schedule:
         """The learning rate by step."""
-        return Schedule(self.learning_rate, self.steps, self.warmup_steps, self.decay_steps)
+        warmup = min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
+        return Schedule(self.learning_rate, self.steps, warmup, self.decay_steps)
 
 
 class Trainer:
@@ -94,8 +99,7 @@ class Trainer:
             raise TrainingError(
                 f"lengths are {list(options.lengths)}, beyond the model's context of {max_context(model.config)}"
             )
-        if folder.exists() and not folder.is_dir():
-            raise TrainingError(f"{folder} is a file: name a folder for the run")
+        check_run_folder(folder)
         self.model = model
         self.folder = folder
         self.options = options
@@ -112,7 +116,6 @@ class Trainer:
             ranks=ranks,
         )
         self._teacher = None if teacher is None else self._compile_teacher(teacher)
-        folder.mkdir(parents=True, exist_ok=True)
         self.done = resume_state(folder, self.step, self._identity())
         self._check_state()
         if self.done:
@@ -145,6 +148,7 @@ class Trainer:
         options, schedule = self.options, self.options.schedule
         batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
         say = progress if progress is not None and self._writes else (lambda line: None)
+        self.folder.mkdir(parents=True, exist_ok=True)
         if self.done < options.steps:
             self.step.warm_up(say)
             if self._teacher is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import TrainingError
-from msds.train.data import numbered_lines
+from msds.train.data import numbered_lines, read_line
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
@@ -31,15 +30,18 @@ def read_tasks(path: Path) -> list[Task]:
     """
     tasks: list[Task] = []
     for number, line in numbered_lines(path):
+        fields = read_line(path, number, line)
         try:
-            fields = json.loads(line)
             messages: Sequence[Mapping[str, Any]] = fields["messages"]
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
             task = Task(tuple(prompt), fields["answer"], fields.get("kind", "all"))
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (KeyError, TypeError, IndexError, AttributeError):
             raise TrainingError(f'{path}, line {number}: it must be {{"messages": [...], "answer": "..."}}') from None
-        if not prompt or not isinstance(task.answer, str) or not isinstance(task.kind, str):
-            raise TrainingError(f"{path}, line {number}: messages must hold a question; answer and kind are strings")
+        if not prompt:
+            raise TrainingError(f"{path}, line {number}: messages holds no question")
+        for name in ("answer", "kind"):
+            if not isinstance(value := getattr(task, name), str):
+                raise TrainingError(f"{path}, line {number}: {name} is {value!r}: it must be a string")
         tasks.append(task)
     if not tasks:
         raise TrainingError(f"{path} holds no task")

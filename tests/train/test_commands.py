@@ -84,12 +84,38 @@ def test_transformers_reads_the_recipe(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, transformers_logits(folder, ids), atol=1e-5)
 
 
-def test_bad_input_is_named_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("problems", "x.jsonl", "--count", 0) == 2
-    assert "count is 0" in capsys.readouterr().err
-    assert run("train", "nowhere", "none.jsonl", "--run", "r", "--steps", 1) == 2
-    assert "none.jsonl cannot be read" in capsys.readouterr().err
-    assert run("train", "nowhere", "none.jsonl", "--run", "r", "--steps", 0) == 2
-    assert "steps is 0" in capsys.readouterr().err
-    assert run("evaluate", "nowhere", "none.jsonl") == 2
-    assert "none.jsonl cannot be read" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("problems x.jsonl --count 0", "count is 0"),
+        ("problems words.txt", "words.txt exists"),
+        ("problems absent/x.jsonl", "absent/x.jsonl cannot be written: No such file"),
+        ("train nowhere none.jsonl --run r --steps 1", "none.jsonl cannot be read"),
+        ("train nowhere none.jsonl --run r --steps 0", "steps is 0"),
+        ("train nowhere words.txt --run r --steps 1", "words.txt, line 1 is not JSON"),
+        ("train nowhere bytes --run r --steps 1", "bytes is not text in UTF-8, from byte 1 on"),
+        (
+            "train nowhere words.txt --run r --steps 5 --warmup-steps 6",
+            "warmup_steps 6 and decay_steps 0 do not fit into 5",
+        ),
+        (
+            "train nowhere words.txt --run r --steps 5 --decay-steps 6 --data-parallel 2",
+            "decay_steps 6 do not fit into 5",
+        ),
+        ("evaluate nowhere none.jsonl", "none.jsonl cannot be read"),
+        ("evaluate nowhere number.jsonl", "number.jsonl, line 1: answer is 12: it must be a string"),
+        ("reinforce nowhere number.jsonl --run words.txt --rounds 1", "words.txt is a file"),
+        ("reinforce nowhere number.jsonl --run words.txt/r --rounds 1", "words.txt is no folder"),
+        ("init words.txt/folder", "words.txt is no folder"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("no JSON", "utf-8")
+    Path("bytes").write_bytes(b"a\xff")
+    Path("number.jsonl").write_text('{"messages": [{"role": "user", "content": "6 + 6?"}], "answer": 12}', "utf-8")
+    assert run(*command.split()) == 2
+    assert said in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"words.txt", "bytes", "number.jsonl"}

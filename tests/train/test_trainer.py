@@ -175,6 +175,8 @@ def test_grpo_learns_what_is_rewarded(folder: Path, tmp_path: Path) -> None:
         raise RuntimeError("no memory")
 
     run.options = replace(options, rounds=7)
+    with pytest.raises(TrainingError, match="1 tasks do not fill a round of 2"):
+        run.run(tasks[:1], None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine.runner, "prefill", failing)
         with pytest.raises(TrainingError, match=r"round 7 failed: .*no memory"):

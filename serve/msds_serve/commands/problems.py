@@ -30,13 +30,15 @@ def run_problems(options: argparse.Namespace) -> int:
     if options.count < 1:
         raise OptionError(f"count is {options.count}: it must be at least 1")
     path = Path(options.file)
+    if path.exists():
+        raise OptionError(f"{path} exists: name a new file, or remove it")
     unfinished = path.with_name(f".{path.name}.partial")
     problems = generate_problems(options.count, seed=options.seed, held_out=options.held_out)
     try:
         unfinished.write_text("".join(problem.to_json() + "\n" for problem in problems), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
-        raise OptionError(f"{path} cannot be written: {error}") from None
+        raise OptionError(f"{path} cannot be written: {error.strerror}") from None
     print(f"wrote {len(problems)} problems to {path}")
     return 0
 

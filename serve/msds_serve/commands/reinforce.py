@@ -50,11 +50,13 @@ def run(options: argparse.Namespace) -> int:
     from msds.checkpoint.folders import check_new_folder
     from msds.train.grpo import GrpoOptions, Reinforcer
     from msds.train.objectives import Grpo
+    from msds.train.state import check_run_folder
     from msds.train.verifiable import read_tasks
 
     settings = GrpoOptions(**given(options, OPTIONS))
     if options.export is not None:
         check_new_folder(Path(options.export))
+    check_run_folder(Path(options.run_folder))
     tasks = read_tasks(Path(options.tasks))
     answers = settings.tasks_per_round * settings.group_size
     llm = LLM(options.model, max_num_seqs=min(64, answers), max_model_len=max(settings.lengths))

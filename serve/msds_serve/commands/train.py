@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--lengths", metavar="N,N", type=int_list, help="lengths that texts are padded to, a graph each; default 128"
     )
-    command.add_argument("--warmup-steps", metavar="N", type=int, help="default 100")
+    command.add_argument("--warmup-steps", metavar="N", type=int, help="default: a tenth of the steps, 100 at most")
     command.add_argument("--decay-steps", metavar="N", type=int, help="of cosine decay at the end; default 0")
     command.add_argument("--seed", metavar="S", type=int, help="of the order of texts; default 0")
     command.add_argument("--save-every", metavar="N", type=int, help="steps between states; default 200")
