@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from msds_graphs.specs import ArraySpec, init_leaf, numpy_has, storage_dtype
 from msds_graphs.trees import Tree, at, join, tree_flatten, tree_flatten_as, tree_unflatten
 
 _PREFIXES = itertools.count()
+_YIELDS = 256
 
 
 def ms_dtype(name: str) -> Any:
@@ -101,14 +103,17 @@ def assign(params: Tree, tree: Tree) -> None:
 
 
 def wait(outputs: Sequence[Any] = ()) -> None:
-    """Returns when all submitted work is done, and raises what it raised.
+    """Returns when all submitted work is done, and raises what it raised. outputs: those of the graph, if it was one.
 
     Graphs and single operations run after the call that submitted them has returned, on the CPU as well;
-    mindspore.runtime.synchronize, the public form of this, refuses the CPU. MindSpore's own waiting spins and takes a
-    core from the graph; reading an output sleeps. So give the graph's outputs: the smallest is read first.
+    mindspore.runtime.synchronize, the public form of this, refuses the CPU.
     """
     if outputs:
-        min(outputs, key=lambda output: output.size).asnumpy()
+        # MindSpore's own waiting spins, and with few cores it takes one from the graph: a decode step of 5 ms took 25.
+        # Asking for an attribute sleeps, but only until the last kernel has started; yielding lets the rest run.
+        _ = outputs[0].size
+        for _ in range(_YIELDS):
+            os.sched_yield()
     _pynative_executor.sync()
 
 
