@@ -27,7 +27,7 @@ def held_back(what: str) -> Iterator[None]:
 
     def receive(number: int, frame: object) -> None:
         if not received:
-            logger.warning("interrupted: ends when %s is done", what)
+            logger.warning("interrupted: ends when %s is done, which may take a while", what)
         received.append(number)
 
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}

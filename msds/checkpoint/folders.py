@@ -9,8 +9,17 @@ from pathlib import Path
 
 from msds.errors import CheckpointError
 
-COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files that a folder made from another one keeps."""
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+"""Files, and a folder, that a folder made from another one keeps."""
 
 
 def check_new_folder(target: Path) -> None:
@@ -45,5 +54,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 def copy_companions(source: Path, folder: Path) -> None:
     """Copies those of `COMPANIONS` that `source` has and `folder` lacks."""
     for name in COMPANIONS:
-        if (source / name).is_file() and not (folder / name).exists():
+        if (folder / name).exists():
+            continue
+        if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+        elif (source / name).is_dir():
+            shutil.copytree(source / name, folder / name)

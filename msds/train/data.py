@@ -5,9 +5,10 @@ A batch of step i is a function of (examples, seed, i) alone, so a run that resu
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.errors import TrainingError
+from msds.errors import MsdsError, TrainingError
 from msds.text.chat_format import ChatFormat
+from msds.text.reasoning import END_THINK, THINK, Start
 from msds.text.tokenizer import Tokenizer
 
 Array = npt.NDArray[Any]
 Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """messages, of which the last is the assistant's, and the tools they were offered. where: file and line."""
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] | None = None
+    where: str = "a conversation"
 
 
 @dataclass(frozen=True)
@@ -29,12 +40,13 @@ class Example:
 
     token_ids: tuple[int, ...]
     num_prompt: int
+    where: str = "a text"
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that hold something, numbered from 1; TrainingError when it cannot be read."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold what else ends a line in Unicode
     except UnicodeDecodeError as error:
         raise TrainingError(f"{path} is not text in UTF-8, from byte {error.start} on") from None
     except OSError as error:
@@ -50,43 +62,75 @@ def read_line(path: Path, number: int, line: str) -> Any:
         raise TrainingError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def read_conversations(path: Path) -> list[Messages]:
-    """JSON lines of {"messages": [..., {"role": "assistant", "content": "..."}]}; TrainingError names the line."""
-    conversations: list[Messages] = []
+def read_conversations(path: Path) -> list[Conversation]:
+    """JSON lines of {"messages": [..., {"role": "assistant", "content": "..."}]}; TrainingError names the line.
+
+    Of a conversation the last answer is learned. It may have "reasoning_content", as answers of the service have;
+    "tools" may stand beside the messages.
+    """
+    conversations = []
     for number, line in numbered_lines(path):
+        where = f"{path}, line {number}"
         content = read_line(path, number, line)
         try:
-            messages = content["messages"]
-            is_good = messages[-1]["role"] == "assistant" and isinstance(messages[-1]["content"], str)
-        except (KeyError, TypeError, IndexError):
+            messages, tools = content["messages"], content.get("tools")
+            last = messages[-1]
+            is_good = last["role"] == "assistant" and isinstance(last["content"], str)
+            is_good = is_good and isinstance(last.get("reasoning_content", ""), str) and not last.get("tool_calls")
+        except (AttributeError, KeyError, TypeError, IndexError):
             is_good = False
         if not is_good:
             raise TrainingError(
-                f'{path}, line {number}: it must be {{"messages": [...]}} whose last message is the assistant\'s'
+                f'{where}: it must be {{"messages": [...]}} whose last message is the assistant\'s, with a text as '
+                "content, perhaps one as reasoning_content, and no tool_calls"
             )
-        conversations.append(messages)
+        conversations.append(Conversation(messages, tools, where))
     if not conversations:
         raise TrainingError(f"{path} holds no conversation")
     return conversations
 
 
-def encode_conversation(messages: Messages, tokenizer: Tokenizer, chat: ChatFormat) -> Example:
+def encode_conversation(conversation: Conversation, tokenizer: Tokenizer, chat: ChatFormat) -> Example:
     """The last message is the answer to be learned, end token included; what comes before is rendered as a prompt.
 
-    Where the prompt ends inside an open think block, an answer that begins with the think tag goes on from there.
+    Where the prompt ends inside an open think block, the answer goes on from there. TrainingError, which names the
+    line, where the answer does not fit to that, or the template cannot show the prompt.
     """
-    prompt = chat.encode(messages[:-1])
-    answer = messages[-1]["content"]
-    opened = tokenizer.decode(prompt, skip_special_tokens=False)
-    for opening in ("<think>\n", "<think>"):
-        if opened.endswith(opening) and answer.startswith(opening):
-            answer = answer[len(opening) :]
-            break
+    messages, tools, where = conversation.messages, conversation.tools, conversation.where
     if tokenizer.eos_id is None:
         raise TrainingError("the tokenizer names no eos_token: an answer could not learn to end")
+    try:
+        prompt = chat.encode(messages[:-1], tools=tools)
+    except MsdsError as error:
+        raise TrainingError(f"{where}: {error}") from None
+    start = chat.start_of_answer(prompt, with_tools=bool(tools))
+    answer = _answer_text(messages[-1], start, where)
+    if start is Start.OPEN:
+        opened = tokenizer.decode(prompt, skip_special_tokens=False)
+        answer = answer.removeprefix(THINK)
+        if opened.endswith("\n"):
+            answer = answer.removeprefix("\n")
     # markers in an answer are meant: it is training data, not what a user typed
     ids = tokenizer.encode(answer, bos=False)
-    return Example((*prompt, *ids, tokenizer.eos_id), len(prompt))
+    if ids[-1:] != [tokenizer.eos_id]:
+        ids = [*ids, tokenizer.eos_id]
+    return Example((*prompt, *ids), len(prompt), where)
+
+
+def _answer_text(message: Mapping[str, Any], start: Start, where: str) -> str:
+    """What the assistant writes, its thinking in DeepSeek-R1's form."""
+    content: str = message["content"]
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None:
+        if start is Start.CLOSED:
+            raise TrainingError(f"{where}: reasoning_content is given, but this model's prompt leaves no place for it")
+        return f"{THINK}\n{reasoning}\n{END_THINK}\n\n{content}"
+    if start is Start.OPEN and END_THINK not in content:
+        raise TrainingError(
+            f"{where}: this model's prompt ends inside its thinking, but the answer has none and would be learned as "
+            f'a thought: add "reasoning_content", which may be empty, or begin content with {THINK}...{END_THINK}'
+        )
+    return content
 
 
 class Batches:
@@ -103,8 +147,8 @@ class Batches:
         longest = max(range(len(examples)), key=lambda index: len(examples[index].token_ids))
         if len(examples[longest].token_ids) > self.lengths[-1]:
             raise TrainingError(
-                f"text {longest} has {len(examples[longest].token_ids)} tokens, but the longest training length is "
-                f"{self.lengths[-1]}: raise it, or leave the text out"
+                f"{examples[longest].where} has {len(examples[longest].token_ids)} tokens, but the longest training "
+                f"length is {self.lengths[-1]}: raise it, or leave the text out"
             )
         if len(examples) < sequences:
             raise TrainingError(f"{len(examples)} texts do not fill a batch of {sequences}: lower the batch size")
@@ -135,6 +179,14 @@ class Batches:
             chance.shuffle(cut)
             batches += cut
         return batches
+
+
+def digest(texts: Iterable[Sequence[int]]) -> str:
+    """Tells lists of token sequences apart, order included."""
+    found = hashlib.sha256()
+    for ids in texts:
+        found.update(np.array([len(ids), *ids], np.int64).tobytes())
+    return found.hexdigest()
 
 
 def build_batch(examples: Sequence[Example], lengths: Sequence[int]) -> dict[str, Array]:

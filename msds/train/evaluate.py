@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msds.errors import TrainingError
 from msds.llm import LLM
-from msds.train.verifiable import Task, is_correct
+from msds.text.reasoning import Start
+from msds.train.verifiable import Task, is_correct, split_reply
 
 Z95 = 1.959964
 
@@ -58,16 +60,25 @@ def answered_rightly(llm: LLM, tasks: Sequence[Task], *, max_tokens: int, reason
     """Whether each task is answered rightly, greedily.
 
     Without `reasoning` the thinking that the prompt opens is closed at once, so the answer must come without it.
+    TrainingError for an answer that failed, and for prompts that open no thinking which could be closed.
     """
     sampling = llm.default_sampling(temperature=0.0, max_tokens=max_tokens)
-    prompts = [llm.model.chat.encode(task.prompt) for task in tasks]
+    chat = llm.model.chat
+    prompts = [chat.encode(task.prompt) for task in tasks]
+    starts = [chat.start_of_answer(prompt) for prompt in prompts]
     if not reasoning:
         assert llm.model.tokenizer is not None
+        if Start.OPEN not in starts:
+            raise TrainingError("this model's prompts open no thinking that could be closed: leave out --no-reasoning")
         closing = llm.model.tokenizer.encode(NO_REASONING, bos=False)
         prompts = [[*prompt, *closing] for prompt in prompts]
+        starts = [Start.CLOSED] * len(tasks)
     outputs = llm.generate(prompts, sampling)
-    texts = [output.text if reasoning else NO_REASONING + output.text for output in outputs]
-    return [is_correct(task, text) for task, text in zip(tasks, texts, strict=True)]
+    for task, output in zip(tasks, outputs, strict=True):
+        if output.error is not None:
+            raise TrainingError(f"{task.where}: the answer failed: {output.error}")
+    replies = [split_reply(output.text, start) for output, start in zip(outputs, starts, strict=True)]
+    return [is_correct(task, reply.content) for task, reply in zip(tasks, replies, strict=True)]
 
 
 def scores(tasks: Sequence[Task], right: Sequence[bool]) -> list[Score]:

@@ -7,6 +7,7 @@ Rollouts and training share nothing but weights: each round puts the trained tre
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,20 +23,28 @@ from msds.errors import TrainingError
 from msds.llm import LLM
 from msds.model import Model
 from msds.sampling import SamplingParams
-from msds.train.data import Example, build_batch, split_batch
+from msds.train.data import Example, build_batch, digest, split_batch
 from msds.train.objectives import Grpo, plain_logprobs
-from msds.train.optimizer import AdamW
+from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import write_folder
-from msds.train.state import LOG_NAME, check_run_folder, resume_state, save_state
+from msds.train.state import (
+    check_not_beyond,
+    check_run_folder,
+    digest_of_tree,
+    open_log,
+    resume_state,
+    same_texts,
+    save_state,
+)
 from msds.train.step import COMMON_BATCH, TrainStep
-from msds.train.trainer import canonical
-from msds.train.verifiable import Task, is_correct
+from msds.train.trainer import canonical, check_lengths
+from msds.train.verifiable import Reply, Task, is_correct, split_reply
 from msds_graphs.binding import bind, fresh_prefix
 from msds_graphs.compile import compile
 from msds_graphs.interrupts import held_back
 
 Array = npt.NDArray[Any]
-Reward = Callable[[Task, str], float]
+Reward = Callable[[Task, Reply], float]
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,10 @@ class GrpoOptions:
                 raise TrainingError(f"{name} is {getattr(self, name)}: it must be at least 1")
         if self.group_size < 2:
             raise TrainingError(f"group_size is {self.group_size}: advantages within a group need at least 2 answers")
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise TrainingError(f"temperature is {self.temperature}: answers of a group must differ, so it is above 0")
+        Schedule(self.learning_rate, self.rounds)  # OptionError for a rate that is none
+        check_lengths(self.lengths)
         answers = self.tasks_per_round * self.group_size
         if answers % self.micro_batch:
             raise TrainingError(f"{answers} answers a round do not divide into micro-batches of {self.micro_batch}")
@@ -80,9 +91,9 @@ def group_advantages(rewards: Array) -> Array:
     return np.where(spread > 1e-9, centred / np.maximum(spread, 1e-9), 0.0).astype(np.float32)
 
 
-def right_answer(task: Task, text: str) -> float:
+def right_answer(task: Task, reply: Reply) -> float:
     """The reward of DeepSeek-R1-Zero's accuracy part: 1 for a right final answer, 0 otherwise."""
-    return float(is_correct(task, text))
+    return float(is_correct(task, reply.content))
 
 
 class Reinforcer:
@@ -123,7 +134,8 @@ class Reinforcer:
             outputs=(),
             name="reference",
         )
-        self.done = resume_state(folder, self.step, self._identity())
+        self._start = digest_of_tree(start)
+        self.done, self._seen = resume_state(folder, self.step, self._identity())
 
     def run(self, tasks: Sequence[Task], progress: Callable[[str], None] | None = print) -> None:
         """Rounds up to options.rounds; the state is saved every so many rounds, at the end, and on an interrupt."""
@@ -132,11 +144,16 @@ class Reinforcer:
             raise TrainingError(
                 f"{len(tasks)} tasks do not fill a round of {self.options.tasks_per_round}: lower tasks_per_round"
             )
+        check_not_beyond(self.folder, self.done, self.options.rounds, "round")
+        prompts = self._prompts(tasks)
+        self._seen = same_texts(self.folder, self.done, self._seen, digest(prompts))
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.done < self.options.rounds:
+        with open_log(self.folder) as log:
+            if self.done == self.options.rounds:
+                say(f"round {self.done}/{self.options.rounds}  nothing is left to train")
+                return
             for compiled in (self.llm.engine.runner, self.step, self._reference):
                 compiled.warm_up(say)
-        with (self.folder / LOG_NAME).open("a", encoding="utf-8") as log:
             try:
                 while self.done < self.options.rounds:
                     line = self._round(self._pick(tasks))
@@ -152,7 +169,7 @@ class Reinforcer:
 
     def save(self) -> None:
         """Write the state from which a later run goes on."""
-        save_state(self.folder, self.step, self.done, self._identity())
+        save_state(self.folder, self.step, self.done, self._identity(), self._seen)
 
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The reinforced weights as a Hugging Face folder, tokenizer included."""
@@ -169,12 +186,16 @@ class Reinforcer:
         outputs = self.llm.generate(prompts, [self._sampling(index) for index in range(len(tasks))])
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:
-            raise TrainingError(
-                f"an answer to task {failed.prompt_index} of round {self.done + 1} failed: {failed.error}"
-            )
+            where = tasks[failed.prompt_index].where
+            raise TrainingError(f"{where}: an answer of round {self.done + 1} failed: {failed.error}")
         sampled = time.monotonic()
+        starts = [self.llm.model.chat.start_of_answer(prompt) for prompt in prompts]
         rewards = np.array(
-            [self.reward(tasks[output.prompt_index], output.text) for output in outputs], np.float32
+            [
+                self.reward(tasks[output.prompt_index], split_reply(output.text, starts[output.prompt_index]))
+                for output in outputs
+            ],
+            np.float32,
         ).reshape(len(tasks), options.group_size)
         batch = self._batch(prompts, outputs, rewards)
         parts = split_batch(batch, len(outputs) // options.micro_batch)
@@ -193,6 +214,19 @@ class Reinforcer:
             "sampling_seconds": round(sampled - started, 2),
             "training_seconds": round(time.monotonic() - sampled, 2),
         }
+
+    def _prompts(self, tasks: Sequence[Task]) -> list[list[int]]:
+        """All prompts; TrainingError for the first that leaves no room for an answer."""
+        most = max(self.options.lengths) - self.options.max_tokens
+        prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
+        for task, prompt in zip(tasks, prompts, strict=True):
+            if len(prompt) > most:
+                raise TrainingError(
+                    f"{task.where} has a prompt of {len(prompt)} tokens, but lengths {list(self.options.lengths)} and "
+                    f"max_tokens {self.options.max_tokens} leave room for {most}: raise lengths, lower max_tokens, or "
+                    "leave the task out"
+                )
+        return prompts
 
     def _sampling(self, index: int) -> SamplingParams:
         """Of task `index` in this round: one seed for all tasks would draw the same numbers in each."""
@@ -227,6 +261,7 @@ class Reinforcer:
         for name in ("rounds", "save_every"):
             del options[name]
         options["lengths"] = list(options["lengths"])
+        options["model"] = self._start
         return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
 
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from msds.checkpoint.dtypes import encode
 from msds.checkpoint.folders import copy_companions, new_folder
 from msds.checkpoint.save import TensorSource, write_checkpoint
 from msds.config import ModelConfig
+from msds.errors import CheckpointError
 from msds.models.names import hf_names, is_stacked, mtp_copies
 from msds_graphs.trees import Tree, tree_flatten
 
@@ -37,12 +40,18 @@ def weight_sources(tree: Tree, config: ModelConfig, dtype: str) -> list[TensorSo
 def write_folder(target: Path, source: Path, tree: Tree, config: ModelConfig, *, dtype: str = "bfloat16") -> Path:
     """A trained model as a new Hugging Face folder: config and tokenizer of `source`, weights of `tree` in `dtype`.
 
-    CheckpointError unless `target` is absent or an empty folder. It appears when it is whole.
+    CheckpointError unless `target` is absent or an empty folder, and for weights that are no numbers. It appears when
+    it is whole.
     """
+    leaves, structure = tree_flatten(tree)
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        if not np.isfinite(leaf).all():
+            raise CheckpointError(f"{path} has values that are not finite: there is nothing to export")
     with new_folder(target) as folder:
         copy_companions(source, folder)
         settings = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        settings.pop("dtype", None)
+        for stale in ("dtype", "quantization_config", "compression_config"):
+            settings.pop(stale, None)
         settings["torch_dtype"] = dtype
         (folder / "config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
         write_checkpoint(folder, weight_sources(tree, config, dtype))

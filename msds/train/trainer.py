@@ -16,11 +16,19 @@ import numpy as np
 from msds.config import max_context
 from msds.errors import TrainingError
 from msds.model import Model
-from msds.train.data import Batches, Example, split_batch
+from msds.train.data import Batches, Example, digest, split_batch
 from msds.train.objectives import ObjectiveSettings
 from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import write_folder
-from msds.train.state import LOG_NAME, check_run_folder, resume_state, save_state
+from msds.train.state import (
+    check_not_beyond,
+    check_run_folder,
+    digest_of_tree,
+    open_log,
+    resume_state,
+    same_texts,
+    save_state,
+)
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
 from msds_graphs.binding import to_numpy
 from msds_graphs.compile import Compiled, compile
@@ -53,8 +61,7 @@ class TrainOptions:
         for name in ("steps", "batch_size", "accumulation", "save_every", "log_every"):
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        if not self.lengths or min(self.lengths) < 2:
-            raise TrainingError(f"lengths are {self.lengths}: give at least one of at least 2 tokens")
+        check_lengths(self.lengths)
         if self.batch_size % self.accumulation:
             raise TrainingError(f"a batch of {self.batch_size} does not divide into {self.accumulation} micro-batches")
         self.schedule  # noqa: B018  (OptionError for numbers that do not fit together, before any work)
@@ -74,6 +81,12 @@ class TrainOptions:
         """The learning rate by step."""
         warmup = min(100, self.steps // 10) if self.warmup_steps is None else self.warmup_steps
         return Schedule(self.learning_rate, self.steps, warmup, self.decay_steps)
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """TrainingError for lengths that no text can be padded to."""
+    if not lengths or min(lengths) < 2:
+        raise TrainingError(f"lengths are {list(lengths)}: give at least one of at least 2 tokens")
 
 
 class Trainer:
@@ -105,9 +118,11 @@ class Trainer:
         self.options = options
         self.ranks = ranks or Ranks()
         size = options.micro_batch(self.ranks.plan.dp)
+        start = canonical(model)
+        self._start = digest_of_tree(start)
         self.step = TrainStep(
             model.config,
-            canonical(model),
+            start,
             buckets=[{"S": size, "Q": length} for length in options.lengths],
             objective=objective,
             optimizer=optimizer,
@@ -116,7 +131,7 @@ class Trainer:
             ranks=ranks,
         )
         self._teacher = None if teacher is None else self._compile_teacher(teacher)
-        self.done = resume_state(folder, self.step, self._identity())
+        self.done, self._seen = resume_state(folder, self.step, self._identity())
         self._check_state()
         if self.done:
             logger.info("going on from step %d", self.done)
@@ -148,13 +163,18 @@ class Trainer:
         options, schedule = self.options, self.options.schedule
         batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
         say = progress if progress is not None and self._writes else (lambda line: None)
+        check_not_beyond(self.folder, self.done, options.steps, "step")
+        self._seen = same_texts(self.folder, self.done, self._seen, digest(one.token_ids for one in examples))
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.done < options.steps:
+        since = self.done
+        with open_log(self.folder) if self._writes else Path(os.devnull).open("a", encoding="utf-8") as log:
+            if self.done == options.steps:
+                say(f"step {self.done}/{options.steps}  nothing is left to train")
+                return
             self.step.warm_up(say)
             if self._teacher is not None:
                 self._teacher.warm_up(say)
-        started, tokens, since = time.monotonic(), 0, self.done
-        with (self.folder / LOG_NAME if self._writes else Path(os.devnull)).open("a", encoding="utf-8") as log:
+            started, tokens = time.monotonic(), 0
             try:
                 while self.done < options.steps:
                     batch = batches[self.done]
@@ -186,7 +206,7 @@ class Trainer:
     def save(self) -> None:
         """Write the state from which a later run goes on; rank 0 does, for all replicas hold the same."""
         if self._writes:
-            save_state(self.folder, self.step, self.done, self._identity())
+            save_state(self.folder, self.step, self.done, self._identity(), self._seen)
 
     def export(self, target: Path, *, dtype: str = "bfloat16") -> Path:
         """The trained weights as a Hugging Face folder, tokenizer included."""
@@ -215,6 +235,7 @@ class Trainer:
         options = asdict(self.options)
         for name in ("steps", "decay_steps", "save_every", "log_every", "learning_rate", "warmup_steps", "lengths"):
             del options[name]
+        options["model"] = self._start
         return options | {"objective": repr(self.step.objective), "optimizer": repr(self.step.optimizer)}
 
     def _line(self, report: StepReport, speed: float, rate: float) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def test_an_interrupt_waits_for_the_end(number, caplog):
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["work"]
-    assert caplog.messages == ["interrupted: ends when the work is done"]
+    assert caplog.messages == ["interrupted: ends when the work is done, which may take a while"]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -15,11 +15,11 @@ from msds.config import read_config
 from msds.engine.sequence import Output
 from msds.models.specs import tree_bytes
 from msds.models.specs.deepseek import spec
+from msds.text.reasoning import Start
 from msds.train.evaluate import answered_rightly
 from msds.train.tiny_r1.problems import KINDS, generate_problems
 from msds.train.tiny_r1.recipe import CONFIG
-from msds.train.verifiable import Task
-from msds.train.verifiable import is_correct as right
+from msds.train.verifiable import Task, is_correct, split_reply
 from tests.engine.drafting import Always
 
 SEED = 20261130
@@ -44,6 +44,10 @@ def greedy(llm: msds.LLM, tasks: list[Task]) -> list[Output]:
     return answer(llm, tasks)
 
 
+def is_right(task: Task, output: Output) -> bool:
+    return is_correct(task, split_reply(output.text, Start.OPEN).content)
+
+
 def answer(llm: msds.LLM, tasks: list[Task]) -> list[Output]:
     return llm.chat([list(task.prompt) for task in tasks], SamplingParams(temperature=0, max_tokens=128))
 
@@ -58,7 +62,7 @@ def test_it_is_the_recipe_s_model_in_bfloat16() -> None:
 
 def test_nine_of_ten_held_out_problems_are_answered_rightly(greedy: list[Output], tasks: list[Task]) -> None:
     wrong = [
-        (task.prompt, output.text) for task, output in zip(tasks, greedy, strict=True) if not right(task, output.text)
+        (task.prompt, output.text) for task, output in zip(tasks, greedy, strict=True) if not is_right(task, output)
     ]
     assert len(wrong) <= 0.1 * len(tasks), wrong
 

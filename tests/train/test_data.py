@@ -10,9 +10,19 @@ import numpy as np
 import pytest
 
 from msds.errors import TrainingError
+from msds.text.chat import ChatTemplate
 from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer
-from msds.train.data import Batches, Example, build_batch, encode_conversation, read_conversations, split_batch
+from msds.train.data import (
+    Batches,
+    Conversation,
+    Example,
+    build_batch,
+    digest,
+    encode_conversation,
+    read_conversations,
+    split_batch,
+)
 from msds.train.tiny_r1.tokenizer import write_tokenizer
 from tests.train.conftest import random_examples
 
@@ -49,8 +59,8 @@ def test_every_text_comes_once_per_pass_in_an_order_of_the_seed() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"has 12 tokens, but the longest training length is 11"):
-        Batches([Example(tuple(range(12)), 1)] * 8, sequences=8, lengths=(11,), seed=0)
+    with pytest.raises(TrainingError, match=r"x.jsonl, line 3 has 12 tokens, but the longest training length is 11"):
+        Batches([Example(tuple(range(12)), 1, "x.jsonl, line 3")] * 8, sequences=8, lengths=(11,), seed=0)
     with pytest.raises(TrainingError, match="3 texts do not fill a batch of 8"):
         Batches(EXAMPLES[:3], sequences=8, lengths=(12,), seed=0)
     with pytest.raises(TrainingError, match="8 texts does not divide into 3"):
@@ -78,7 +88,7 @@ def test_a_conversation_continues_the_think_block_that_the_prompt_opens(voice: A
         {"role": "user", "content": "What is 1 + 2?"},
         {"role": "assistant", "content": "<think>\n1+2=3\n</think>\n\n3"},
     ]
-    example = encode_conversation(messages, tokenizer, chat)
+    example = encode_conversation(Conversation(messages), tokenizer, chat)
     assert list(example.token_ids[: example.num_prompt]) == chat.encode(messages[:1])
     text = tokenizer.decode(example.token_ids, skip_special_tokens=False)
     begin, end = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -87,12 +97,83 @@ def test_a_conversation_continues_the_think_block_that_the_prompt_opens(voice: A
     assert example.token_ids[-1] == tokenizer.eos_id
 
 
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+PLAIN = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"content": "3", "reasoning_content": "1+2=3"},
+        {"content": "<think>1+2=3\n</think>\n\n3"},
+        {"content": "1+2=3\n</think>\n\n3"},
+        {"content": f"<think>\n1+2=3\n</think>\n\n3{END}"},
+    ],
+)
+def test_every_way_to_write_a_thought_is_learned_alike(voice: Any, last: dict[str, str]) -> None:
+    tokenizer, chat = voice
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", **last}]
+    example = encode_conversation(Conversation(messages), tokenizer, chat)
+    text = tokenizer.decode(example.token_ids, skip_special_tokens=False)
+    assert text == f"{BEGIN}<｜User｜>?<｜Assistant｜><think>\n1+2=3\n</think>\n\n3{END}"
+
+
+def test_an_answer_without_a_thought_is_not_learned_as_one(voice: Any, tmp_path: Path) -> None:
+    tokenizer, chat = voice
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "3"}]
+    with pytest.raises(TrainingError, match=r"x.jsonl, line 7: .*ends inside its thinking.*reasoning_content"):
+        encode_conversation(Conversation(messages, where="x.jsonl, line 7"), tokenizer, chat)
+    empty = encode_conversation(Conversation([messages[0], messages[1] | {"reasoning_content": ""}]), tokenizer, chat)
+    text = tokenizer.decode(empty.token_ids, skip_special_tokens=False)
+    assert text.endswith(f"<think>\n\n</think>\n\n3{END}")
+    plain = ChatFormat(ChatTemplate({"default": PLAIN}, tokenizer), tokenizer)
+    text = tokenizer.decode(
+        encode_conversation(Conversation(messages), tokenizer, plain).token_ids, skip_special_tokens=False
+    )
+    assert text == f"{BEGIN}user: ?\nassistant: 3{END}"
+    thought = [messages[0], messages[1] | {"reasoning_content": "1+2"}]
+    with pytest.raises(TrainingError, match="leaves no place for it"):
+        encode_conversation(Conversation(thought), tokenizer, plain)
+
+
+def test_what_the_template_cannot_show_is_named_with_its_line(voice: Any) -> None:
+    tokenizer, chat = voice
+    messages = [{"role": "usr", "content": "?"}, {"role": "assistant", "content": "</think>3"}]
+    with pytest.raises(TrainingError, match=r"x.jsonl, line 2: .*usr"):
+        encode_conversation(Conversation(messages, where="x.jsonl, line 2"), tokenizer, chat)
+
+
+def test_digests_tell_texts_apart() -> None:
+    texts = [[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2]]
+    assert len({digest(one) for one in texts}) == 4
+    assert digest(iter([(1, 2), (3,)])) == digest(texts[0])
+
+
 def test_each_digit_is_a_token(voice: Any) -> None:
     tokenizer, _ = voice
     assert len(tokenizer.encode_plain("123456")) == 6
 
 
-@pytest.mark.parametrize("line", ['{"messages": []}', '{"messages": [{"role": "user", "content": "?"}]}', "3", "{"])
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    text = "a\u2028b\u0085c"
+    line = json.dumps({"messages": [{"role": "assistant", "content": text}]}, ensure_ascii=False)
+    path = tmp_path / "data.jsonl"
+    path.write_text(f"{line}\r\n{line}\n", "utf-8")
+    read = read_conversations(path)
+    assert [one.messages[-1]["content"] for one in read] == [text, text]
+    assert [one.where for one in read] == [f"{path}, line 1", f"{path}, line 2"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"messages": [{"role": "assistant", "content": null}]}',
+        '{"messages": []}',
+        '{"messages": [{"role": "user", "content": "?"}]}',
+        "3",
+        "{",
+    ],
+)
 def test_a_bad_conversation_is_named(tmp_path: Path, line: str) -> None:
     good = json.dumps({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]})
     path = tmp_path / "data.jsonl"

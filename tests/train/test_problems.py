@@ -7,8 +7,9 @@ import re
 import pytest
 
 from msds.errors import TrainingError
+from msds.text.reasoning import Start
 from msds.train.tiny_r1.problems import KINDS, generate_problems
-from msds.train.verifiable import Task, is_correct, read_tasks, visible
+from msds.train.verifiable import Task, is_correct, read_tasks, split_reply
 
 TRAINING = generate_problems(3000, seed=0, held_out=False)
 HELD_OUT = generate_problems(3000, seed=1, held_out=True)
@@ -66,9 +67,11 @@ def test_its_own_answer_is_right_and_another_is_not() -> None:
     for problem in HELD_OUT[:200]:
         task = Task(tuple(problem.messages[:1]), problem.answer, problem.kind)
         text = problem.messages[1]["content"]
-        assert is_correct(task, text)
-        assert not is_correct(task, text.split("</think>")[0])  # a thought alone is no answer
-        head, _, tail = text.rpartition(problem.answer)
+        content = split_reply(text, Start.OPEN).content
+        assert is_correct(task, content)
+        thought = text.split("</think>")[0]  # alone it is no answer
+        assert not is_correct(task, split_reply(thought, Start.OPEN).content)
+        head, _, tail = content.rpartition(problem.answer)
         assert not is_correct(task, f"{head}{int(problem.answer) + 1}{tail}")
 
 
@@ -82,15 +85,28 @@ def test_its_own_answer_is_right_and_another_is_not() -> None:
         ("12", "nothing", False),
         ("yes", "yes", True),
         ("yes", "yes!", False),
+        (" yes ", "yes\n", True),
+        ("9007199254740993", "9007199254740992", False),
+        ("0.5", "it is .50", False),
+        ("0.5", "it is 0.50", True),
     ],
 )
 def test_numbers_are_compared_as_numbers_words_as_they_are(answer: str, reply: str, right: bool) -> None:
-    assert is_correct(Task((), answer, "all"), f"thought\n</think>\n\n{reply}") is right
+    assert is_correct(Task((), answer, "all"), reply) is right
 
 
-def test_visible_is_what_follows_the_first_end_of_thinking() -> None:
-    assert visible("a</think> b </think> c") == "b </think> c"
-    assert visible("no end") == ""
+@pytest.mark.parametrize(
+    ("text", "start", "content"),
+    [
+        ("a</think> b </think> c", Start.OPEN, "b </think> c"),
+        ("no end", Start.OPEN, ""),
+        ("no thought", Start.CLOSED, "no thought"),
+        ("no thought", Start.MODEL, "no thought"),
+        ("<think>a</think>b", Start.MODEL, "b"),
+    ],
+)
+def test_the_prompt_decides_what_of_a_reply_is_thought(text: str, start: Start, content: str) -> None:
+    assert split_reply(text, start).content == content
 
 
 @pytest.mark.parametrize(
@@ -102,6 +118,8 @@ def test_visible_is_what_follows_the_first_end_of_thinking() -> None:
         '{"messages": [{"role": "user", "content": "?"}]}',
         '{"messages": [{"role": "assistant", "content": "?"}], "answer": "1"}',
         '{"messages": [{"role": "user", "content": "?"}], "answer": 1}',
+        '{"messages": [{"role": "user", "content": "?"}], "answer": " "}',
+        '{"messages": [{"role": "user", "content": "?"}], "answer": "1", "tools": [{}]}',
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line: str) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +18,12 @@ from msds.errors import CheckpointError, MsdsError, TrainingError
 from msds.train.grpo import GrpoOptions, Reinforcer
 from msds.train.objectives import Distillation, Grpo, NextToken
 from msds.train.optimizer import AdamW, Schedule
-from msds.train.state import LOG_NAME, STATE_NAME, read_state
-from msds.train.trainer import Trainer, TrainOptions
-from msds.train.verifiable import Task
+from msds.train.save import write_folder
+from msds.train.state import LOG_NAME, STATE_NAME, open_log, read_state
+from msds.train.trainer import Trainer, TrainOptions, canonical
+from msds.train.verifiable import Reply, Task
 from msds_graphs.counter import compile_count
-from msds_graphs.trees import tree_flatten
+from msds_graphs.trees import tree_flatten, tree_map
 from tests.train.conftest import random_examples
 
 OPTIONS = TrainOptions(
@@ -93,11 +95,24 @@ def test_an_interrupt_saves_what_was_done(whole: Any, tmp_path: Path, monkeypatc
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_a_state_of_another_run_is_refused(folder: Path, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_another_run_is_refused(
+    folder: Path, whole: Any, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, half, _ = whole
     monkeypatch.setattr(Trainer, "save", lambda self: None)
-    with pytest.raises(TrainingError, match="same options, or another folder"):
+    with pytest.raises(TrainingError, match=r"seed was \d, now 4\): use the same options and model, or another folder"):
         Trainer(msds.load(folder, progress=False), half, replace(OPTIONS, seed=4))
+    other = msds.load(tiny("llama_base", tokenizer=True, seed=9), progress=False)
+    with pytest.raises(TrainingError, match=r"\(model was .* now .*\): use the same options and model"):
+        Trainer(other, half, OPTIONS)
+    again = Trainer(msds.load(folder, progress=False), half, replace(OPTIONS, steps=1, warmup_steps=0))
+    with pytest.raises(TrainingError, match=r"half is at step \d already, beyond 1"):
+        again.run(EXAMPLES, None)
+    again.options = OPTIONS
+    with pytest.raises(TrainingError, match="was trained on other texts"):
+        again.run(EXAMPLES[1:], None)
+    with open_log(half), pytest.raises(TrainingError, match="another process trains in"):
+        again.run(EXAMPLES, None)
     (half / STATE_NAME).write_bytes(b"nonsense")
     with pytest.raises(CheckpointError, match="is not a state of a training run"):
         Trainer(msds.load(folder, progress=False), half, OPTIONS)
@@ -113,6 +128,26 @@ def test_the_export_serves_the_trained_weights(whole: Any, tmp_path: Path) -> No
         np.testing.assert_array_equal(ours.asnumpy(), theirs)
     with pytest.raises(CheckpointError, match="not an empty folder"):
         trainer.export(target)
+    broken = tree_map(np.array, trainer.step.params())
+    broken["norm"]["weight"][3] = np.nan
+    with pytest.raises(CheckpointError, match=r"norm.weight has values that are not finite"):
+        write_folder(tmp_path / "broken", folder, broken, trainer.model.config)
+    assert not (tmp_path / "broken").exists()
+
+
+def test_an_export_keeps_what_describes_the_model(tiny: Any, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny("llama_base", tokenizer=True), source)
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "fp8"}}))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    model = msds.load(tiny("llama_base"), progress=False)
+    target = write_folder(tmp_path / "target", source, canonical(model), model.config)
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.json"):
+        assert (target / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_a_run_that_cannot_be_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
@@ -152,8 +187,8 @@ def test_grpo_learns_what_is_rewarded(folder: Path, tmp_path: Path) -> None:
     tokenizer = llm.model.tokenizer
     assert tokenizer is not None
 
-    def reward(task: Task, text: str) -> float:
-        ids = tokenizer.encode_plain(text)
+    def reward(task: Task, reply: Reply) -> float:
+        ids = tokenizer.encode_plain(reply.text)
         return sum(one % 2 == 0 for one in ids) / max(len(ids), 1)
 
     policy = msds.load(folder, progress=False)
@@ -179,8 +214,19 @@ def test_grpo_learns_what_is_rewarded(folder: Path, tmp_path: Path) -> None:
         run.run(tasks[:1], None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine.runner, "prefill", failing)
-        with pytest.raises(TrainingError, match=r"round 7 failed: .*no memory"):
+        with pytest.raises(TrainingError, match=r"a task: an answer of round 7 failed: .*no memory"):
             run.run(tasks, None)
+    long = [*tasks, Task(({"role": "user", "content": "word " * 9},), "", "all", "x.jsonl, line 4")]
+    with pytest.raises(TrainingError, match=r"x.jsonl, line 4 has a prompt of \d+ tokens, but .* leave room for 18"):
+        run.run(long, None)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"learning_rate": math.nan}, {"learning_rate": -1.0}, {"temperature": math.inf}, {"lengths": ()}]
+)
+def test_numbers_that_would_ruin_a_policy_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(MsdsError, match=r"learning rate|temperature|lengths"):
+        GrpoOptions(rounds=1, **wrong)
 
 
 def test_the_schedule_rises_stays_and_falls() -> None:

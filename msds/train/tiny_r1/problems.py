@@ -1,7 +1,8 @@
 """Problems whose answers can be checked, with reasoning that computes them step by step, in English and Chinese.
 
-Every problem is drawn from (seed, index) and belongs, by a hash of its operands alone, either to training or to the
-held-out tenth: no wording of a held-out problem is ever trained on.
+Every problem is drawn from (seed, index) and belongs, by a hash of its kind and operands alone, either to training or
+to the held-out tenth: no held-out problem is ever trained on in any wording. The operands in another order, or as a
+part of another kind, are other problems.
 """
 
 from __future__ import annotations

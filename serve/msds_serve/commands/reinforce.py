@@ -54,15 +54,16 @@ def run(options: argparse.Namespace) -> int:
     from msds.train.verifiable import read_tasks
 
     settings = GrpoOptions(**given(options, OPTIONS))
-    if options.export is not None:
-        check_new_folder(Path(options.export))
-    check_run_folder(Path(options.run_folder))
+    export = None if options.export is None else Path(options.export)
+    check_run_folder(Path(options.run_folder), export)
+    if export is not None:
+        check_new_folder(export)
     tasks = read_tasks(Path(options.tasks))
     answers = settings.tasks_per_round * settings.group_size
     llm = LLM(options.model, max_num_seqs=min(64, answers), max_model_len=max(settings.lengths))
     objective = Grpo(kl_weight=options.kl_weight, mtp_weight=options.mtp_weight)
     reinforcer = Reinforcer(llm, load(options.model), Path(options.run_folder), settings, objective=objective)
     reinforcer.run(tasks, partial(print, flush=True))
-    if options.export is not None:
-        print(f"wrote {reinforcer.export(Path(options.export))}")
+    if export is not None:
+        print(f"wrote {reinforcer.export(export)}")
     return 0

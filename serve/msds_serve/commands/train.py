@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--teacher", metavar="MODEL", type=model_folder, help="learn this model's distributions instead of the texts'"
     )
-    command.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of distillation; default 1")
+    command.add_argument("--temperature", metavar="T", type=float, help="of distillation; default 1")
     ranks = command.add_argument_group("several processes (default: one)")
     ranks.add_argument(
         "--data-parallel", metavar="N", type=int, help="processes that share each batch: the same steps, sooner"
@@ -69,11 +69,16 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and export where asked to."""
     from msds.checkpoint.folders import check_new_folder
+    from msds.train.state import check_run_folder
     from msds.train.trainer import TrainOptions
 
     settings = TrainOptions(**given(options, OPTIONS))
-    if options.export is not None:
-        check_new_folder(Path(options.export))
+    export = None if options.export is None else Path(options.export)
+    check_run_folder(Path(options.run_folder), export)
+    if export is not None:
+        check_new_folder(export)
+    if options.temperature is not None and options.teacher is None:
+        raise OptionError("--temperature is of distillation: name a --teacher too, or leave it out")
     if options.data_parallel is None:
         check_single(options, "--data-parallel")
         train(options, settings, None)
@@ -124,8 +129,9 @@ def train(
     assert tokenizer is not None  # chat says so itself
     teacher = load(options.teacher, mtp=False) if options.teacher is not None else None
     weights = {"mtp_weight": options.mtp_weight, "balance_weight": options.balance_weight}
-    objective = NextToken(**weights) if teacher is None else Distillation(options.temperature, **weights)
-    examples = [encode_conversation(messages, tokenizer, chat) for messages in conversations]
+    temperature = 1.0 if options.temperature is None else options.temperature
+    objective = NextToken(**weights) if teacher is None else Distillation(temperature, **weights)
+    examples = [encode_conversation(conversation, tokenizer, chat) for conversation in conversations]
     trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher, ranks=ranks)
     trainer.run(examples, partial(print, flush=True), stop=stop)
     if options.export is not None and not stop() and trainer.ranks.rank == 0:
