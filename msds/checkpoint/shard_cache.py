@@ -7,6 +7,7 @@ them are compared while reading. Anything else is said in the log and made anew.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -68,18 +69,27 @@ class ShardCache:
     def write(self, arrays: Mapping[str, tuple[Array, str]], *, progress: bool | None = None) -> None:
         """Path -> (raw numbers, dtype), in one step: two processes that write the same file both leave a whole one.
 
-        An interrupt leaves nothing; a disk that is full or not to be written to leaves nothing and a line in the log.
+        An interrupt leaves nothing, and what a killed process left of this file is removed; a disk that is full or not
+        to be written to leaves nothing and a line in the log.
         """
         sums = {path: _checksum(array) for path, (array, _) in arrays.items()}
         held = {path: Held(dtype, array.shape) for path, (array, dtype) in arrays.items()}
         metadata = {_KEY: self.key, _SUMS: json.dumps(sums), _DIGEST: _digest(self.key, held, sums)}
         try:
+            self._remove_left_over()
             sources = [raw_source(path, array, dtype) for path, (array, dtype) in arrays.items()]
             write_file(self.path, sources, metadata=metadata, progress=progress)
         except OSError as error:
             logger.warning("shard cache: %s cannot be written: %s", self.path, error.strerror or error)
         else:
             logger.info("shard cache: wrote %s", self.path)
+
+    def _remove_left_over(self) -> None:
+        """Unfinished files of this one whose writers are gone from this machine."""
+        for unfinished in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.partial"):
+            writer = unfinished.name.split(".")[-2]
+            if not Path("/proc", writer).exists():
+                unfinished.unlink(missing_ok=True)
 
     def _read(self, wanted: Mapping[str, Held], progress: bool | None) -> dict[str, Array]:
         header = read_header(self.path)

@@ -205,8 +205,9 @@ def _stage_messages(ledger: Ledger, stage: int, step: Step, messages: Mapping[st
     """
     plan, config = ledger.plan, ledger.demand.config
     held = {f"layers.{index}" for index in stage_layers(config.num_hidden_layers, plan, stage)}
-    is_last = stage == plan.pp - 1
-    seconds = sum(each for place, each in messages.items() if place in held or (is_last and place[:6] != "layers"))
+    if stage == plan.pp - 1:
+        held |= {place for place in messages if not place.startswith("layers.")}
+    seconds = sum(each for place, each in messages.items() if place in held)
     if plan.pp > 1:
         tokens = step.texts * step.queries
         seconds += ledger.links.hand_over(tokens * config.hidden_size * ITEM_SIZES[ledger.demand.dtype] / plan.tp)

@@ -118,6 +118,22 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(cache: ShardCache) -> None:
+    gone, alive, other = (
+        cache.path.with_name(f".{name}.{process}.partial")
+        for name, process in (
+            (cache.path.name, 2**22 + 1),  # above all process ids
+            (cache.path.name, os.getppid()),
+            ("other", 2**22 + 1),
+        )
+    )
+    for path in (gone, alive, other):
+        path.write_text("")
+    cache.write(ARRAYS)
+    assert (gone.exists(), alive.exists(), other.exists()) == (False, True, True)
+    assert cache.read(WANTED) is not None
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -135,4 +135,12 @@ def test_every_shape_and_the_process_are_in_the_plan(config_folder: Callable[...
     assert sizes[1] > 1.5 * sizes[0]
     assert graphs_bytes(plain, ShardPlan(), 256) < sizes[0]
     assert make_plan(plain).memory.runtime == PROCESS_BYTES + sizes[0]
-    assert any("activations and graphs" in note for note in make_plan(plain).notes)
+
+
+@pytest.mark.parametrize(("free", "is_said"), [(1 << 30, True), (1 << 40, False)])
+def test_graphs_that_the_rest_of_the_memory_does_not_hold_are_said(
+    config_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch, free: int, is_said: bool
+) -> None:
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: free)
+    report = make_plan(make_demand(config_folder(V3), "cpu:1", max_model_len=1024))
+    assert any("activations and graphs may take" in note for note in report.notes) is is_said
