@@ -153,7 +153,7 @@ class Model:
         if self.plan.ranks.plan.ranks > 1:
             spec = self.functions.spec(self.config, self.dtype)
             whole = cut_tree(whole, rank_parts(spec, self.config, self.plan.ranks, self.placements))
-        assign(self.params, derived_tree(whole, self.config, self.placements))
+        assign(self.params, derived_tree(whole, self.functions, self.config, self.placements))
 
     def checked_weights(self, tree: Tree) -> tuple[list[npt.NDArray[Any]], TreeDef]:
         """The leaves of new weights, and their structure, if they can be put in; CheckpointError otherwise."""
@@ -271,7 +271,7 @@ def load(
         def convert() -> Tree:
             skipped = stored_skips(stored, config)
             canonical = load_weights(checkpoint, spec, config, skipped, parts, progress=progress)
-            return derived_tree(canonical, config, placements)
+            return derived_tree(canonical, functions, config, placements)
 
         if kept is None:
             params = convert()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from msds import __version__
@@ -95,9 +96,11 @@ def stored_skips(stored: ModelConfig, settled: ModelConfig) -> tuple[Skip, ...]:
     return skipped_tensors(stored, has_mtp=getattr(settled, "num_nextn_predict_layers", 0) > 0)
 
 
-def derived_tree(params: Tree, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> Tree:
+def derived_tree(
+    params: Tree, functions: ModuleType, config: ModelConfig, placements: Sequence[ExpertPlacement]
+) -> Tree:
     """What is bound of a rank's canonical tree: with the derived leaves and the tables of placements beside it."""
-    return with_tables(model_specs(config).derive(params, config=config), config, placements)
+    return with_tables(functions.derive(params, config=config), config, placements)
 
 
 def open_shard_cache(
