@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
+
 from msds.pretrained import DEFAULT_MODEL
-from tests.benchmarks.bench_memory import MIB, markdown, plan_bytes
+from tests.benchmarks.bench_memory import MIB, main, markdown, plan_bytes
 from tests.benchmarks.test_report import MACHINE
 
 
@@ -20,3 +25,14 @@ def test_the_plan_is_of_the_model_as_it_is_served() -> None:
     plain, drafting = (plan_bytes(str(DEFAULT_MODEL), 128, drafts) for drafts in (0, 2))
     assert all(size > 0 for size in plain.values())
     assert all(drafting[name] > plain[name] for name in ("weights", "cache", "graphs, process"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["0", "2"])
+def test_a_process_takes_what_its_plan_says(tmp_path: Path, drafts: str) -> None:
+    """The shipped model, every shape compiled and its cache full: within a tenth."""
+    main(["--model", str(DEFAULT_MODEL), "--drafts", drafts, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    planned, measured = found["planned"], found["measured"]
+    assert planned["weights"] + planned["cache"] == measured["arrays"]
+    assert sum(planned.values()) == pytest.approx(measured["generated"], rel=0.1)
