@@ -43,9 +43,9 @@ class LLM:
 
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
     memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
-    compile every planned shape now instead of on first use. check_sha256 as for `msds.load`. progress: show loading
-    and compiling; None on a terminal. ranks, team: this process among several that hold the model together, each of
-    which makes an LLM with the same other arguments; only the leader's generates.
+    compile every planned shape now instead of on first use. check_sha256, shard_cache: as for `msds.load`. progress:
+    show loading and compiling; None on a terminal. ranks, team: this process among several that hold the model
+    together, each of which makes an LLM with the same other arguments; only the leader's generates.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -60,8 +60,10 @@ class LLM:
         progress: bool | None = None,
         ranks: Ranks | None = None,
         team: Leader | Follower | None = None,
+        shard_cache: str | Path | None = None,
         **options: Any,
     ) -> None:
+        # Nine parameters: those of `load`, by keyword, and the engine's.
         self.options = _engine_options(options)
         folder = Path(path)
         stored = read_config(path)
@@ -84,6 +86,7 @@ class LLM:
             ranks=ranks,
             check_sha256=check_sha256,
             progress=progress,
+            shard_cache=shard_cache,
         )
         self.engine = self._build_engine(num_blocks)
         self.num_weight_updates = 0

@@ -23,13 +23,20 @@ from msds.models.specs.parts import (
     local_specs,
     moe_layers,
     rank_parts,
-    with_tables,
 )
 from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer, has_tokenizer
-from msds.weights import load_weights, settle_mtp, stored_skips
+from msds.weights import (
+    derived_tree,
+    held_spec,
+    load_weights,
+    open_shard_cache,
+    settle_mtp,
+    stored_skips,
+    through_cache,
+)
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
@@ -42,9 +49,9 @@ class Model:
     """What `load` returns.
 
     config: as loaded (MTP layers counted only if they are in the tree). params: the canonical tree with the derived
-    leaves beside it, bound as MindSpore Parameters. functions: the module of pure functions (spec, cache_spec,
-    forward, prefill, decode, and mtp and draft for DeepSeek). plan: which implementation each op uses, and the rank
-    whose part of the model this is; placements: which rank holds which experts, per MoE layer. tokenizer, and
+    leaves beside it (`derived_tree`), bound as MindSpore Parameters. functions: the module of pure functions (spec,
+    cache_spec, forward, prefill, decode, and mtp and draft for DeepSeek). plan: which implementation each op uses, and
+    the rank whose part of the model this is; placements: which rank holds which experts, per MoE layer. tokenizer, and
     grammars, which compiles constraints for it: None where the folder has none. generation: defaults of
     generation_config.json.
     """
@@ -67,7 +74,7 @@ class Model:
         self.plan = plan
         self.dtype = dtype
         self.placements = placements
-        self.params = bind(self._derived(params), fresh_prefix("params"))
+        self.params = bind(params, fresh_prefix("params"))
         self.tokenizer: Tokenizer | None = Tokenizer.open(folder) if has_tokenizer(folder) else None
         self.grammars = None if self.tokenizer is None else GrammarCompiler(self.tokenizer)
         self._chat: ChatFormat | None = None
@@ -106,10 +113,6 @@ class Model:
         if self.plan.ranks.plan.ranks == 1:
             return spec
         return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
-
-    def _derived(self, params: Tree) -> Tree:
-        """What is bound of a rank's canonical tree."""
-        return with_tables(self.functions.derive(params, config=self.config), self.config, self.placements)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
         """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.
@@ -150,7 +153,7 @@ class Model:
         if self.plan.ranks.plan.ranks > 1:
             spec = self.functions.spec(self.config, self.dtype)
             whole = cut_tree(whole, rank_parts(spec, self.config, self.plan.ranks, self.placements))
-        assign(self.params, self._derived(whole))
+        assign(self.params, derived_tree(whole, self.functions, self.config, self.placements))
 
     def checked_weights(self, tree: Tree) -> tuple[list[npt.NDArray[Any]], TreeDef]:
         """The leaves of new weights, and their structure, if they can be put in; CheckpointError otherwise."""
@@ -234,6 +237,7 @@ def load(
     placements: Sequence[ExpertPlacement] = (),
     check_sha256: bool | None = None,
     progress: bool | None = None,
+    shard_cache: str | Path | None = None,
 ) -> Model:
     """Load a folder: config.json, optionally a tokenizer, and safetensors of Hugging Face or a MindSpore training run.
 
@@ -242,9 +246,11 @@ def load(
     ShardPlan, from any checkpoint of the whole model; its collectives need `create_groups`. None: all on one rank.
     placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
     file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
-    raise, False never. progress: show a bar; None on a terminal.
+    raise, False never. progress: show a bar; None on a terminal. shard_cache: a folder where what this rank holds is
+    kept as it was converted, and read from when nothing has changed that shaped it; what is damaged there is made anew.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
+    # Nine parameters: all that decides what is loaded and how, by keyword.
     folder = Path(path)
     stored = read_config(path)
     plan = checked_plan(plan or Plan())
@@ -257,8 +263,20 @@ def load(
         functions = model_functions(config)
         spec = functions.spec(config, resolved)
         parts = _parts(spec, config, plan.ranks, placements)
+        kept = None
+        if shard_cache is not None:
+            kept = open_shard_cache(shard_cache, checkpoint, config, resolved, plan, placements)
         check_digests(folder, check_sha256, progress=progress)
-        params = load_weights(checkpoint, spec, config, stored_skips(stored, config), parts, progress=progress)
+
+        def convert() -> Tree:
+            skipped = stored_skips(stored, config)
+            canonical = load_weights(checkpoint, spec, config, skipped, parts, progress=progress)
+            return derived_tree(canonical, functions, config, placements)
+
+        if kept is None:
+            params = convert()
+        else:
+            params = through_cache(kept, held_spec(config, resolved, plan, placements), convert, progress=progress)
     finally:
         checkpoint.close()
     return Model(folder, config, params, plan, functions, resolved, tuple(placements))

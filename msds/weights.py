@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from msds.checkpoint import Checkpoint, Entry, Skip, load, shares_embedding
+from msds import __version__
+from msds.checkpoint import (
+    Checkpoint,
+    Entry,
+    Held,
+    ShardCache,
+    Skip,
+    load,
+    shard_file,
+    shard_key,
+    shares_embedding,
+)
 from msds.config import DeepseekConfig, ModelConfig
-from msds.errors import CheckpointError
+from msds.errors import CheckpointError, OptionError
 from msds.models.names import hf_names, is_stacked, skipped_tensors
-from msds.models.specs.parts import Part
+from msds.models.specs import model_specs
+from msds.models.specs.parts import Part, local_specs, rank_parts, with_tables
+from msds.models.specs.placement import ExpertPlacement
+from msds_graphs.plan import Plan
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
 
 
@@ -78,3 +94,64 @@ def load_weights(
 def stored_skips(stored: ModelConfig, settled: ModelConfig) -> tuple[Skip, ...]:
     """What is knowingly left in the files: `stored` as config.json says, `settled` as it will be loaded."""
     return skipped_tensors(stored, has_mtp=getattr(settled, "num_nextn_predict_layers", 0) > 0)
+
+
+def derived_tree(
+    params: Tree, functions: ModuleType, config: ModelConfig, placements: Sequence[ExpertPlacement]
+) -> Tree:
+    """What is bound of a rank's canonical tree: with the derived leaves and the tables of placements beside it."""
+    return with_tables(functions.derive(params, config=config), config, placements)
+
+
+def open_shard_cache(
+    folder: Path | str,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: str,
+    plan: Plan,
+    placements: Sequence[ExpertPlacement],
+) -> ShardCache | None:
+    """The file of what `derived_tree` gives for these; None for a damaged checkpoint, which cannot be loaded anyway.
+
+    OptionError where the folder cannot be one for caches.
+    """
+    if Path(folder).resolve() == checkpoint.folder.resolve():
+        raise OptionError(f"shard_cache is {str(folder)!r}, the model's own folder: name one of its own")
+    if checkpoint.faults:
+        return None
+    ranks = plan.ranks
+    ingredients = {
+        "version": __version__,
+        "config": repr(config),
+        "dtype": dtype,
+        "plan": ranks.plan.to_json(),
+        "rank": ranks.rank,
+        "placements": [[one.num_experts, one.slots] for one in placements],
+        "implementations": plan.impl,
+    }
+    label = f"{checkpoint.folder.resolve().name}.{ranks.plan}.rank{ranks.rank}"
+    return shard_file(folder, label, shard_key(checkpoint, ingredients))
+
+
+def through_cache(cache: ShardCache, spec: Tree, convert: Callable[[], Tree], *, progress: bool | None = None) -> Tree:
+    """The tree of a cache's file if that is there and whole; otherwise `convert()`, which is then written to it.
+
+    spec: ArraySpecs, or arrays of the same type and shape, of what `convert` gives.
+    """
+    leaves, structure = tree_flatten(spec)
+    wanted = {
+        path: Held(str(leaf.dtype), tuple(leaf.shape)) for path, leaf in zip(structure.paths(), leaves, strict=True)
+    }
+    found = cache.read(wanted, progress=progress)
+    if found is None:
+        tree = convert()
+        values = zip(structure.paths(), tree_flatten(tree)[0], strict=True)
+        cache.write({path: (value, wanted[path].dtype) for path, value in values}, progress=progress)
+        return tree
+    return tree_unflatten(structure, [found[path] for path in structure.paths()])
+
+
+def held_spec(config: ModelConfig, dtype: str, plan: Plan, placements: Sequence[ExpertPlacement]) -> Tree:
+    """The shapes of what `derived_tree` gives on a rank."""
+    spec = model_specs(config).derived_spec(config, dtype)
+    return with_tables(local_specs(spec, rank_parts(spec, config, plan.ranks, placements)), config, placements)

@@ -7,6 +7,7 @@ from msds.checkpoint.ledger import Entry, Ledger, Skip
 from msds.checkpoint.loading import CheckpointWarning, load
 from msds.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest, write_manifest
 from msds.checkpoint.save import TensorSource, raw_source, tensor_source, write_checkpoint, write_file
+from msds.checkpoint.shard_cache import Held, ShardCache, shard_file, shard_key
 from msds.checkpoint.shards import Checkpoint
 from msds.checkpoint.tied import shares_embedding
 
@@ -15,7 +16,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointWarning",
     "Entry",
+    "Held",
     "Ledger",
+    "ShardCache",
     "Skip",
     "TensorInfo",
     "TensorSource",
@@ -24,6 +27,8 @@ __all__ = [
     "load",
     "raw_source",
     "read_manifest",
+    "shard_file",
+    "shard_key",
     "shares_embedding",
     "tensor_source",
     "verify_manifest",

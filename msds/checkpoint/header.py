@@ -5,7 +5,7 @@ Nothing of the tensors themselves is read. Every fault is a sentence that names 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of one file, and what is wrong with it; with any fault no tensor of it may be read."""
+    """The tensors of one file, and what is wrong with it; with any fault no tensor of it may be read.
+
+    metadata: what its writer noted, as far as it is text.
+    """
 
     tensors: Mapping[str, TensorInfo]
     faults: tuple[str, ...]
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class _HeaderError(Exception):
@@ -67,7 +71,9 @@ def read_header(path: Path) -> Header:
             tensors[name] = info
     if not faults:
         faults = _layout_faults(path, list(tensors.values()), data_start, size)
-    return Header(tensors, tuple(faults))
+    notes = entries.get("__metadata__")
+    metadata = {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}
+    return Header(tensors, tuple(faults), metadata)
 
 
 def _parse(path: Path, size: int) -> tuple[dict[str, Any], int]:

@@ -136,6 +136,16 @@ class Checkpoint:
         part = self.read(scale.name, grid_index(ranges, self.weight_block_size)).astype(np.float32, copy=False)
         return BlockScales.of_part(part, ranges, self.weight_block_size, info.name)
 
+    def stored_in(self) -> set[Path]:
+        """The files that tensors are read from."""
+        return {info.file for info in self.tensors.values()}
+
+    def facts(self) -> Iterator[list[object]]:
+        """Where each tensor lies and how it is read, as JSON types: equal for equal files."""
+        yield [self.weight_block_size]
+        for name, info in self.tensors.items():
+            yield [name, info.dtype, info.shape, info.file.name, info.offsets]
+
     def close(self) -> None:
         """Closes the files; a later read opens them again."""
         self.files.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msds.dryrun.job import Job
 from msds.dryrun.ranks import RankReport, StepReport
-from msds.dryrun.rules import Rule, place_of, rules
+from msds.planning.collectives import Rule, place_of, rules
 from msds_graphs.dryrun.agreement import disagreements
 from msds_graphs.dryrun.ir import Collective
 
@@ -69,7 +69,7 @@ def _rule_faults(job: Job, compiled: Sequence[tuple[RankReport, StepReport]]) ->
     for report, step in compiled:
         wanted: Counter[tuple[_Key, str]] = Counter()
         reasons: dict[_Key, list[Rule]] = {}
-        for rule in rules(job, step.name, step.bucket):
+        for rule in rules(job.demand, job.shards, step.name, step.bucket):
             if len(report.groups[rule.axis][1]) > 1:
                 key = (rule.kind, report.groups[rule.axis][0], rule.dtype, rule.shape, rule.result)
                 reasons.setdefault(key, []).append(rule)

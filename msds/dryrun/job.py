@@ -13,13 +13,12 @@ from msds.engine.runner import HEAD_ROWS
 from msds.errors import OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.parts import local_specs, rank_parts
-from msds.models.specs.rules import check_plan
+from msds.models.specs.rules import check_plan, is_executed
+from msds.planning.collectives import STEPS
 from msds.planning.demand import DTYPES, Demand, make_demand
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import Shard, ShardPlan, rank_shards
 from msds_graphs.trees import Tree
-
-STEPS = ("prefill", "decode", "draft", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ def check_job(job: Job) -> None:
         raise OptionError(
             f"layouts: the skeleton is of DeepSeek's layers, and {job.model} is {job.demand.config.model_type}"
         )
-    if job.shards.pp > 1:
+    if not is_executed(job.shards):
         raise OptionError(
             f"plan {job.shards} has {job.shards.pp} pipeline stages, which the model functions do not run yet: "
             "use a plan without pp"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msds.dryrun.job import Job, bucket_size
 from msds.dryrun.ranks import RankReport, StepReport
-from msds.dryrun.rules import dense_rules, place_of
+from msds.planning.collectives import dense_rules, place_of
 
 FORWARD, BACKWARD = "forward under Layouts", "forward and backward under Layouts"
 NUM_LAYERS = 3
@@ -43,7 +43,7 @@ def differences(job: Job, report: RankReport, step: StepReport) -> Iterator[Diff
     """What the forward graph of a rank has otherwise than the plan's rules for dense layers say."""
     ours: Counter[tuple[str, str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]] = Counter()
     layers = tuple(f"layers.{index}" for index in range(NUM_LAYERS))
-    for rule in dense_rules(job, bucket_of(job), layers):
+    for rule in dense_rules(job.demand, job.shards, bucket_of(job), layers):
         members = report.groups[rule.axis][1]
         if len(members) > 1:
             for place in rule.places:

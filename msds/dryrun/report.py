@@ -14,7 +14,7 @@ from msds.dryrun.job import Job
 from msds.dryrun.opinion import FORWARD, NUM_LAYERS, differences, totals
 from msds.dryrun.ranks import RankReport, StepReport
 from msds.dryrun.roles import Role
-from msds.dryrun.rules import place_of, rules
+from msds.planning.collectives import place_of, rules
 from msds.planning.search import evaluate
 from msds_graphs.dryrun.ir import Collective
 
@@ -184,7 +184,7 @@ def _step_lines(job: Job, rank: RankReport, step: StepReport) -> Iterator[str]:
     if step.error is not None:
         return
     reasons: dict[tuple[Any, ...], list[str]] = {}
-    for rule in rules(job, step.name, step.bucket):
+    for rule in rules(job.demand, job.shards, step.name, step.bucket):
         key = rule.kind, rank.groups[rule.axis][1], rule.dtype, rule.shape, rule.result
         reasons.setdefault(key, []).append(rule.what)
     yield f"{step.label}, rank {rank.rank}: {len(step.collectives)} collectives"

@@ -15,12 +15,14 @@ from pathlib import Path
 import msds_graphs
 import msds_ops
 from msds.dryrun.checks import checks
-from msds.dryrun.job import STEPS, Job, check_job
+from msds.dryrun.job import Job, check_job
 from msds.dryrun.opinion import NUM_LAYERS
 from msds.dryrun.ranks import RankReport
 from msds.dryrun.report import DryRunReport
 from msds.dryrun.roles import roles
 from msds.errors import MsdsError, OptionError
+from msds.models.specs.rules import is_executed
+from msds.planning.collectives import STEPS
 from msds.planning.demand import resolve_model
 from msds.planning.search import rank_plans
 from msds_graphs.dryrun.stubs import SOCS, StubLibraries, stub_libraries
@@ -121,7 +123,7 @@ def _best_plan(job: Job) -> str:
     """The planner's first plan without pipeline stages, whether it fits or not: nothing is allocated here."""
     ranked = rank_plans(job.demand)
     for candidate in ranked:
-        if candidate.status != "illegal" and candidate.plan.pp == 1:
+        if candidate.status != "illegal" and is_executed(candidate.plan):
             return str(candidate.plan)
     raise OptionError(
         f"no plan without pipeline stages cuts {job.model} for mesh {job.mesh}: the planner's first is "

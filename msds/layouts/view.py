@@ -19,7 +19,7 @@ from msds.layouts.forms import EXPERT
 from msds.layouts.locate import Contents, is_training_checkpoint, read_contents
 from msds.layouts.orders import Orders, order_needed, read_record
 from msds.layouts.rules import Rule, experts_of, fill, known_layouts, match_stored
-from msds.layouts.stored import StoredTensor
+from msds.layouts.stored import Piece, StoredTensor
 from msds.models.names import mtp_copies
 
 Shape = tuple[int, ...]
@@ -42,6 +42,11 @@ class Origin:
         if self.expert is None:
             return full
         return full[1:] if len(full) == 3 else (full[0] // self.experts, *full[1:])
+
+    def pieces(self) -> Iterator[Piece]:
+        """All that the files hold of it."""
+        for tensor in self.stored:
+            yield from tensor.pieces
 
     def read(self, checkpoint: TrainingCheckpoint) -> list[Array]:
         """The raw numbers of all `names`."""
@@ -72,6 +77,18 @@ class TrainingCheckpoint(Checkpoint):
             self._last.clear()  # parts of one fused tensor are asked for one after the other
             self._last[id(origin)] = origin.read(self)
         return self._last[id(origin)][place]
+
+    def stored_in(self) -> set[Path]:
+        """The files of all pieces, which may be those of several ranks."""
+        return {piece.tensor.file for origin, _ in self.origins.values() for piece in origin.pieces()}
+
+    def facts(self) -> Iterator[list[object]]:
+        """As `Checkpoint.facts`: what each tensor is made of, and in which order."""
+        yield from super().facts()
+        for name, (origin, place) in self.origins.items():
+            yield [name, place, origin.names, origin.expert, origin.experts, repr(origin.orders)]
+            for piece in origin.pieces():
+                yield [piece.tensor.file.name, piece.tensor.name, piece.tensor.extents, piece.ranges]
 
     def pieces_into(self, name: str, out: Array, dtype: str, index: Index | None = None) -> Iterator[tuple[int, Array]]:
         """As `Checkpoint.pieces_into`; one tensor of the files is in memory for it."""

@@ -1,18 +1,19 @@
 """Seconds of one step, estimated from bytes, operations and messages. Nothing here was measured on an NPU.
 
-A step of a rank takes the longer of reading its bytes and doing its operations, plus its messages, plus a fixed time
-per layer. Peaks come from the mesh, the shares of them that are reached are:
+A step of a rank takes the longer of reading its bytes and doing its operations, plus its messages (those that the model
+functions really have, by the rules that the dry run checks), plus a fixed time per layer. Peaks come from the mesh, the
+shares of them that are reached are:
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from msds.config import DeepseekConfig
+from msds.planning.collectives import rules
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
-from msds_graphs.mesh import Link
 from msds_graphs.sharding import ShardPlan, stage_layers
 from msds_graphs.specs import ITEM_SIZES
 
@@ -20,8 +21,6 @@ MEMORY_SHARE = 0.6
 """Of the memory bandwidth that streaming weights reaches. Estimate."""
 COMPUTE_SHARE = 0.5
 """Of the peak operations that large products reach. Estimate."""
-LINK_SHARE = 0.7
-"""Of a link's bandwidth that large messages reach. Estimate."""
 LAYER_SECONDS = 100e-6
 """Launching and small operators of one layer on an NPU. Estimate: with it and MEMORY_SHARE, R1-Distill-Qwen-1.5B comes
 near the one single-stream figure that is published for one NPU, so that figure is no test of this model."""
@@ -94,10 +93,11 @@ def tokens_per_step(mtp: int) -> float:
 
 
 def _stage_times(ledger: Ledger, step: Step) -> list[StepTime]:
-    return [_stage_time(ledger, stage, step) for stage in range(ledger.plan.pp)]
+    messages = _messages(ledger, step)
+    return [_stage_time(ledger, stage, step, messages) for stage in range(ledger.plan.pp)]
 
 
-def _stage_time(ledger: Ledger, stage: int, step: Step) -> StepTime:
+def _stage_time(ledger: Ledger, stage: int, step: Step, messages: Mapping[str, float]) -> StepTime:
     demand, hardware = ledger.demand, ledger.demand.mesh.hardware
     nbytes = _bytes_read(ledger, stage, step)
     plain, quantised = _operations(ledger, stage, step)
@@ -109,7 +109,7 @@ def _stage_time(ledger: Ledger, stage: int, step: Step) -> StepTime:
     return StepTime(
         memory=nbytes / (hardware.memory_bandwidth * MEMORY_SHARE),
         compute=(plain / rate + quantised / fast) / COMPUTE_SHARE,
-        links=layers * _layer_messages(demand, ledger.plan, step) + _stage_message(demand, ledger.plan, step),
+        links=_stage_messages(ledger, stage, step, messages),
         launch=layers * launch,
     )
 
@@ -184,76 +184,31 @@ def _operations(ledger: Ledger, stage: int, step: Step) -> tuple[float, float]:
     return plain, quantised
 
 
-def _layer_messages(demand: Demand, plan: ShardPlan, step: Step) -> float:
-    """Two sums over tp; and where replicas share experts, tokens to their experts and back.
-
-    Experts of a single replica need no message of their own: all its ranks have all its tokens, and the sum after
-    the MLP adds up their shares. The few dense layers of a model with experts are counted like the others.
-    """
-    config, item = demand.config, ITEM_SIZES[demand.dtype]
-    tokens = step.texts * step.queries
-    row = config.hidden_size * item
-    seconds = 2 * _all_reduce(demand, plan.group("tp", 0), tokens * row)
-    if not num_experts(config) or plan.dp == 1:
-        return seconds
-    assert isinstance(config, DeepseekConfig)
-    chosen = min(config.num_experts_per_tok, plan.ep)
-    mine = -(-tokens // plan.tp)  # ranks of a replica share the sending
-    out = config.hidden_size * (1 if demand.quant == "w8a8" else item)
-    experts = plan.group("ep", 0)
-    seconds += _all_to_all(demand, experts, mine * chosen * out) + _all_to_all(demand, experts, mine * chosen * row)
-    visiting = plan.dp * tokens * min(1.0, config.num_experts_per_tok / plan.ep)
-    return seconds + _all_reduce(demand, plan.group("ep_rest", 0), visiting * row)
-
-
-def _stage_message(demand: Demand, plan: ShardPlan, step: Step) -> float:
-    """Handing the residual stream to the next stage."""
-    if plan.pp == 1:
-        return 0.0
-    link = _link(demand, plan.group("pp", 0)[:2])
-    tokens = step.texts * step.queries
-    size = tokens * demand.config.hidden_size * ITEM_SIZES[demand.dtype] / plan.tp
-    return link.latency + size / (link.bandwidth * LINK_SHARE)
-
-
-def _link(demand: Demand, ranks: tuple[int, ...]) -> Link:
-    kind = demand.mesh.link_kind(ranks)
-    assert kind is not None
-    return demand.mesh.hardware.links[kind]
-
-
-def _levels(demand: Demand, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """(ranks of the group on one node, nodes that it spans)."""
-    nodes = {demand.mesh.node(rank) for rank in ranks}
-    return len(ranks) // len(nodes), len(nodes)
-
-
-def _all_reduce(demand: Demand, ranks: tuple[int, ...], size: float) -> float:
-    """Sum `size` bytes over a group: within nodes first, then between them, each rank a share of the bytes."""
-    if len(ranks) == 1:
-        return 0.0
-    local, nodes = _levels(demand, ranks)
-    seconds = 0.0
-    if local > 1:
-        link = _link(demand, ranks[:local])
-        seconds += 2 * (local - 1) / local * size / (link.bandwidth * LINK_SHARE)
-        seconds += math.ceil(math.log2(local)) * link.latency
-    if nodes > 1:
-        link = _link(demand, ranks)
-        seconds += 2 * (nodes - 1) / nodes * size / local / (link.bandwidth * LINK_SHARE)
-        seconds += math.ceil(math.log2(nodes)) * link.latency
+def _messages(ledger: Ledger, step: Step) -> dict[str, float]:
+    """Place (a layer, the ends) -> seconds of the collectives that the functions have there."""
+    bucket = {"S": step.texts, "Q": step.queries}
+    found = rules(ledger.demand, ledger.plan, "prefill" if step.is_prefill else "decode", bucket)
+    if ledger.demand.mtp and not step.is_prefill:
+        found += rules(ledger.demand, ledger.plan, "draft", {"S": step.texts, "Q": 1})
+    seconds: dict[str, float] = {}
+    for rule in found:
+        each = rule.count * ledger.links.seconds(rule)
+        for place in rule.places:
+            seconds[place] = seconds.get(place, 0.0) + each
     return seconds
 
 
-def _all_to_all(demand: Demand, ranks: tuple[int, ...], size: float) -> float:
-    """Each rank sends `size` bytes, evenly to all of the group; links inside and between nodes work side by side."""
-    if len(ranks) == 1:
-        return 0.0
-    local, nodes = _levels(demand, ranks)
-    inside = outside = 0.0
-    latency = _link(demand, ranks).latency
-    if local > 1:
-        inside = size * (local - 1) / len(ranks) / (_link(demand, ranks[:local]).bandwidth * LINK_SHARE)
-    if nodes > 1:
-        outside = size * (len(ranks) - local) / len(ranks) / (_link(demand, ranks).bandwidth * LINK_SHARE)
-    return max(inside, outside) + math.ceil(math.log2(len(ranks))) * latency
+def _stage_messages(ledger: Ledger, stage: int, step: Step, messages: Mapping[str, float]) -> float:
+    """Those of a stage's layers; what is not of a layer is counted with the last stage, which has the logits.
+
+    The residual stream goes to the next stage, a part from each rank of a replica.
+    """
+    plan, config = ledger.plan, ledger.demand.config
+    held = {f"layers.{index}" for index in stage_layers(config.num_hidden_layers, plan, stage)}
+    if stage == plan.pp - 1:
+        held |= {place for place in messages if not place.startswith("layers.")}
+    seconds = sum(each for place, each in messages.items() if place in held)
+    if plan.pp > 1:
+        tokens = step.texts * step.queries
+        seconds += ledger.links.hand_over(tokens * config.hidden_size * ITEM_SIZES[ledger.demand.dtype] / plan.tp)
+    return seconds

@@ -12,12 +12,14 @@ from msds.config import DeepseekConfig, max_context
 from msds.engine.ladder import step_ladders
 from msds.errors import OptionError
 from msds.models.specs.rules import check_plan
+from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
 from msds.planning.demand import Demand, num_experts
+from msds.planning.links import Links
 from msds_graphs.sharding import PlacedLeaf, ShardPlan, held_leaves, shard
 from msds_graphs.specs import ITEM_SIZES, ArraySpec
 
 GRAPH_BYTES = 64 << 20
-"""Of one compiled shape: code, constants and operator workspace. Estimate."""
+"""Of one compiled shape on an NPU: code, constants and operator workspace. Estimate."""
 RUNTIME_BYTES = 1 << 30
 """CANN runtime and MindSpore's context on an NPU. Estimate."""
 DOMAIN_BYTES = 400 << 20
@@ -100,6 +102,11 @@ class Ledger:
         self.plan = plan
 
     @cached_property
+    def links(self) -> Links:
+        """What the messages of the plan's ranks go over."""
+        return Links(self.demand.mesh, self.plan)
+
+    @cached_property
     def stage_weights(self) -> tuple[Mapping[str, int], ...]:
         """Bytes by part of one rank, for each stage."""
         return tuple(
@@ -127,7 +134,7 @@ class Ledger:
             block_bytes=self.stage_block_bytes[stage],
             num_blocks=1 + texts * demand.engine.blocks_per_text(max_model_len),
             activations=activation_bytes(demand, self.plan, texts, max_model_len),
-            runtime=runtime_bytes(demand, max_model_len),
+            runtime=runtime_bytes(demand, self.plan, max_model_len),
             communication=communication_bytes(demand, self.plan),
             budget=demand.budget_bytes,
             counted=not demand.is_cpu,
@@ -202,8 +209,10 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def runtime_bytes(demand: Demand, max_model_len: int) -> int:
-    """Compiled shapes with their workspace, and on an NPU the runtime itself. Estimate."""
+def runtime_bytes(demand: Demand, plan: ShardPlan, max_model_len: int) -> int:
+    """Compiled shapes with their workspace, and the runtime itself. Estimate."""
+    if demand.is_cpu:
+        return PROCESS_BYTES + graphs_bytes(demand, plan, max_model_len)
     engine = demand.engine
     prefill, decode = step_ladders(
         max_model_len=max_model_len,
@@ -213,8 +222,7 @@ def runtime_bytes(demand: Demand, max_model_len: int) -> int:
         num_drafts=demand.mtp,
     )
     drafting = [bucket for bucket in decode if demand.mtp and bucket["Q"] == 1]  # one graph more for each
-    graphs = (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES
-    return graphs if demand.is_cpu else graphs + RUNTIME_BYTES
+    return (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES + RUNTIME_BYTES
 
 
 def communication_bytes(demand: Demand, plan: ShardPlan) -> int:
@@ -253,21 +261,22 @@ def _step_bytes(demand: Demand, plan: ShardPlan, texts: int, queries: int, conte
         if is_prefill:  # keys and values of every head, expanded from the latent
             read += texts * context * heads * (config.qk_head_dim + config.v_head_dim) * item
         inner = config.intermediate_size // plan.tp
-        expert = 0
-        if config.n_routed_experts:
-            pairs = tokens * config.num_experts_per_tok
-            expert = pairs * (2 * config.hidden_size + 3 * config.moe_intermediate_size) * item
-            if demand.is_cpu:
-                expert += (
-                    min(pairs, 2 * config.n_routed_experts)
-                    * 3
-                    * config.hidden_size
-                    * (config.moe_intermediate_size * item)
-                )
-        return (
-            stream + logits + scores + read + 3 * tokens * heads * wide * item + max(3 * tokens * inner * item, expert)
-        )
+        widest = max(3 * tokens * inner * item, _expert_bytes(demand, config, plan, tokens))
+        return stream + logits + scores + read + 3 * tokens * heads * wide * item + widest
     groups = config.num_key_value_heads // plan.tp
     read = 2 * texts * context * groups * config.head_dim * item if demand.is_cpu else 0
     attention = 3 * tokens * heads * config.head_dim * item
     return stream + logits + scores + read + attention + 3 * tokens * (config.intermediate_size // plan.tp) * item
+
+
+def _expert_bytes(demand: Demand, config: DeepseekConfig, plan: ShardPlan, tokens: int) -> int:
+    """The tokens of all replicas, gathered, and their pairs with experts, all of which may be one rank's; on a CPU also
+    the copies of experts, one for each block of pairs."""
+    if not config.n_routed_experts:
+        return 0
+    item, hidden = ITEM_SIZES[demand.dtype], config.hidden_size
+    width = config.moe_intermediate_size // plan.sizes()["ep_rest"]
+    pairs = plan.dp * tokens * config.num_experts_per_tok
+    gathered = 2 * plan.dp * tokens * hidden if plan.dp > 1 else 0
+    copied = 3 * hidden * width * min(pairs, 2 * config.n_routed_experts) if demand.is_cpu else 0
+    return item * (gathered + pairs * (2 * hidden + 3 * width) + copied)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from msds.errors import OptionError
+from msds.models.specs.rules import is_executed
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
 from msds.planning.remedies import remedies
@@ -54,16 +55,22 @@ def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
 def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
     plan, memory = chosen.plan, chosen.memory
     assert memory is not None
+    has_experts = num_experts(demand.config) > 0
     if not demand.is_cpu or demand.mesh.ranks > 1:
         yield (
             "msds serve runs tp and ep over CPU processes in float32 today, neither dp nor pp"
             + ("" if demand.is_cpu else ", and nothing was run on an NPU")
         )
-    if plan.dp > 1 and num_experts(demand.config):
+    if not is_executed(plan):
+        yield f"{plan.pp} pipeline stages are planned, not executed: a choice only where no plan without them fits"
+    if demand.mesh.ranks > 1:
         yield (
-            "messages of experts are estimated as all-to-all over ep; today the functions gather the tokens of every "
-            "replica, which moves more bytes"
+            "which messages a step has, and their bytes, are those of the functions"
+            + (": replicas gather each other's tokens for the experts" if plan.dp > 1 and has_experts else "")
+            + "; their seconds, and all others, are estimates"
         )
+    if has_experts:
+        yield "routing is taken as even: each rank waits for the mean, not for the busiest of them"
     if demand.quant != "none":
         yield f"quantised execution does not exist here yet: {demand.quant} is a plan for when it does"
     if not demand.is_cpu:
@@ -81,7 +88,7 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
         if memory.other_bytes > rest:
             yield (
                 f"activations and graphs may take {memory.other_bytes / 2**30:.1f} GiB, the rest is "
-                f"{rest / 2**30:.1f} GiB: lower --max-model-len, or memory_fraction when serving"
+                f"{rest / 2**30:.1f} GiB: lower --max-model-len, or prefill_chunk and memory_fraction when serving"
             )
     vocab = demand.config.vocab_size
     if vocab % plan.tp:

@@ -49,7 +49,8 @@ class PlanReport:
         model, mesh, plan {dp, tp, ep, pp}, dtype, quant, max_model_len, mtp; concurrency: texts of full length planned
         for, null if none was asked for; fits
         memory: bytes of the fullest rank: weights {part: bytes}, weights_total, cache, block (one cache block), blocks,
-            activations, graphs_and_workspace, communication, needed, budget, capacity, stage (its pipeline stage)
+            activations, graphs_and_workspace (on a CPU with the process itself), communication, needed, budget,
+            capacity, stage (its pipeline stage)
         total: bytes of all ranks: weights, cache
         capacity: texts (of full length, together), longest_text (tokens, one text per replica)
         estimates: context, texts, prefill_tokens_per_second, single_text_tokens_per_second, decode_tokens_per_second,
@@ -135,7 +136,7 @@ class PlanReport:
         yield row(f"cache, {memory.num_blocks:,} blocks", memory.cache_bytes)
         outside = "" if memory.counted else " *"
         yield row("activations" + outside, memory.activations)
-        yield row("graphs, workspace" + outside, memory.runtime)
+        yield row(("graphs, workspace" if memory.counted else "graphs, process") + outside, memory.runtime)
         if memory.communication:
             yield row("communication" + outside, memory.communication)
         yield row("needed", memory.needed, bar=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from msds.models.specs.rules import is_executed
 from msds.planning.cost import StepTime, decode_time
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger, RankMemory
@@ -53,7 +54,8 @@ def evaluate(demand: Demand, plan: ShardPlan) -> Candidate:
 
 def rank_plans(demand: Demand) -> list[Candidate]:
     """All plans, best first: those that fit by estimated seconds of a decode step, then by bytes; then those that are
-    too large, by how much; then the illegal ones."""
+    too large, by how much; then the illegal ones. Among those that fit, and among those that do not, the plans that the
+    functions run come before those with pipeline stages, which they do not."""
     found = [evaluate(demand, plan) for plan in all_plans(demand)]
     fitting = [item for item in found if item.status == "fits"]
     large = [item for item in found if item.status == "too large"]
@@ -65,18 +67,24 @@ def rank_plans(demand: Demand) -> list[Candidate]:
     return [*fitting, *large, *(item for item in found if item.status == "illegal")]
 
 
-def _size(item: Candidate) -> tuple[int, int]:
-    """Bytes, then whole experts."""
+def _size(item: Candidate) -> tuple[bool, float, int, int]:
+    """Whether it cannot be run; bytes to two digits, then whole experts, then bytes."""
     assert item.memory is not None
-    return item.memory.needed, item.plan.stage_ranks // item.plan.ep
+    needed = item.memory.needed
+    return not is_executed(item.plan), float(f"{needed:.2g}"), _experts_cut_into(item.plan), needed
 
 
-def _speed(item: Candidate) -> tuple[float, int, int, int]:
-    """Seconds to two digits, which is more than the estimate is worth; then whole experts, then fewer bytes."""
+def _speed(item: Candidate) -> tuple[bool, float, int, int]:
+    """Whether it cannot be run; seconds to two digits, which is more than the estimate is worth; then whole experts,
+    then fewer bytes."""
     assert item.decode is not None
     assert item.memory is not None
-    rest = item.plan.stage_ranks // item.plan.ep
-    return float(f"{item.decode.seconds:.2g}"), rest, item.memory.needed, item.plan.pp
+    seconds = float(f"{item.decode.seconds:.2g}")
+    return not is_executed(item.plan), seconds, _experts_cut_into(item.plan), item.memory.needed
+
+
+def _experts_cut_into(plan: ShardPlan) -> int:
+    return plan.stage_ranks // plan.ep
 
 
 def _compared(item: Candidate, best: Candidate) -> Candidate:
@@ -86,12 +94,14 @@ def _compared(item: Candidate, best: Candidate) -> Candidate:
     mine, theirs = item.decode.causes, best.decode.causes
     cause = max(mine, key=lambda name: mine[name] - theirs.get(name, 0.0))
     factor = item.decode.seconds / best.decode.seconds
-    if _speed(item)[0] > _speed(best)[0]:
+    if not is_executed(item.plan) and is_executed(best.plan):
+        reason = f"{factor:.2f} x as long, but its pipeline stages are planned, not executed"
+    elif _speed(item)[1] > _speed(best)[1]:
         reason = (
             f"{factor:.2f} x as long: {cause} {mine[cause] * 1e3:.1f} ms instead of {theirs.get(cause, 0) * 1e3:.1f}"
         )
-    elif _speed(item)[1] > _speed(best)[1]:
-        reason = f"as fast within the estimate, but cuts each expert into {_speed(item)[1]}"
+    elif _speed(item)[2] > _speed(best)[2]:
+        reason = f"as fast within the estimate, but cuts each expert into {_experts_cut_into(item.plan)}"
     else:
         reason = "as fast within the estimate, but takes no fewer bytes"
     return replace(item, reason=reason)

@@ -40,6 +40,7 @@ ENGINE_OPTIONS = (
     "threads",
     "dtype",
     "check_sha256",
+    "shard_cache",
     "num_speculative_tokens",
 )
 END_SECONDS = 15.0
@@ -121,6 +122,11 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", metavar="N", type=int, help="drafts of the MTP layer per round; default 0, none"
     )
     _add_sha256(engine)
+    engine.add_argument(
+        "--shard-cache",
+        metavar="FOLDER",
+        help="keep converted weights there, one file per rank, and load those next time",
+    )
 
 
 def _add_serve(commands: Any) -> None:

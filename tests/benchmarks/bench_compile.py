@@ -93,7 +93,7 @@ def compile_seconds(depth: int) -> dict[str, float]:
         config = read_config(folder)
         functions = model_functions(config)
         params = init_tree(functions.spec(config), seed=0)
-        model = Model(folder, config, params, Plan(), functions, "float32")
+        model = Model(folder, config, functions.derive(params, config=config), Plan(), functions, "float32")
     runner = Runner(
         model,
         num_blocks=BLOCKS + 1,

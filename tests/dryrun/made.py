@@ -9,8 +9,8 @@ from typing import Any
 
 from msds.dryrun.job import Job
 from msds.dryrun.ranks import RankReport, StepReport
-from msds.dryrun.rules import ENDS, rules
 from msds.dryrun.run import DryRunOptions, make_job
+from msds.planning.collectives import ENDS, rules
 from msds_graphs.dryrun.ir import Collective
 from msds_graphs.ranks import COLLECTIVE_AXES, Ranks
 from tests.reference.variants import V3
@@ -37,7 +37,7 @@ def made_report(job: Job, rank: int) -> RankReport:
     for name in job.steps:
         for bucket in job.buckets(name):
             calls = []
-            for rule in rules(job, name, bucket):
+            for rule in rules(job.demand, job.shards, name, bucket):
                 group, members = groups[rule.axis]
                 for place in rule.places if len(members) > 1 else ():
                     after = "params.norm.weight" if place in ENDS else f"params.{place}.self_attn.o_proj.weight"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msds.dryrun.checks import MAX_FAULTS, checks
-from msds.dryrun.rules import place_of
+from msds.planning.collectives import place_of
 from tests.dryrun.made import config_file, made_report, tiny_job, with_step
 from tests.reference.variants import LLAMA
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
-from msds import LLM
+from msds import LLM, load
+from msds.models.specs import tree_bytes
 from msds.planning import make_demand, make_plan
+from msds.pretrained import DEFAULT_MODEL, TINY_R1
+from msds_graphs.ranks import Ranks
+from msds_graphs.sharding import ShardPlan
 from msds_graphs.trees import tree_flatten
 
 Tiny = Callable[..., Path]
@@ -19,14 +23,40 @@ def allocated(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_flatten(tree)[0])
 
 
-@pytest.mark.parametrize("name", ["v3_base", "llama_tied"])
-def test_planned_bytes_are_allocated_bytes(tiny: Tiny, name: str) -> None:
-    folder = tiny(name)
+FAMILIES = ["v3_base", "v2_lite", "qwen2_base", "llama_tied", TINY_R1]
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tiny: Tiny) -> Path:
+    """A tiny checkpoint by its variant, or the model that ships with the package."""
+    return DEFAULT_MODEL if request.param == TINY_R1 else tiny(request.param)
+
+
+@pytest.mark.parametrize("folder", FAMILIES, indirect=True)
+def test_planned_bytes_are_allocated_bytes(folder: Path) -> None:
+    """Weights with what is derived from them, and the cache: to the byte, in the type that the engine uses."""
     memory = make_plan(make_demand(str(folder), "cpu:1", max_model_len=100)).memory
     llm = LLM(folder, max_model_len=100)
     assert memory.weight_bytes == allocated(llm.model.params)
     assert memory.cache_bytes == allocated(llm.engine.runner.cache)
     assert memory.num_blocks == llm.engine.runner.num_blocks == 1 + 8 * 7
+
+
+CUTS = [(name, plan) for name in FAMILIES for plan in ("tp2", "dp2")]
+CUTS += [(name, plan) for name in ("v3_base", "v2_lite", TINY_R1) for plan in ("tp2.ep2", "dp2.ep2")]
+
+
+@pytest.mark.parametrize(("folder", "plan"), CUTS, indirect=["folder"])
+def test_planned_bytes_are_those_that_each_rank_loads(folder: Path, plan: str) -> None:
+    """To the byte on every rank, since padded parts are held as they are planned."""
+    shards = ShardPlan.parse(plan)
+    demand = make_demand(str(folder), "cpu:2", max_model_len=100)
+    memory = make_plan(demand, plan).memory
+    for rank in range(2):
+        model = load(folder, ranks=Ranks(shards, rank), mtp=False)
+        assert allocated(model.params) == memory.weight_bytes
+        cache = model.cache_spec(memory.num_blocks, demand.engine.block_size)
+        assert tree_bytes(cache) == memory.cache_bytes
 
 
 def test_drafts_are_planned_as_they_are_allocated(tiny: Tiny) -> None:

@@ -154,10 +154,28 @@ def test_ranking_is_by_fit_then_time_and_says_why() -> None:
     assert order == sorted(order)
     assert all(item.reason for item in report.others)
     assert len({str(item.plan) for item in report.others} | {str(report.plan)}) == len(report.others) + 1
-    times = [item.decode.seconds for item in report.others if item.status == "fits"]
-    assert min(times) > 0.9 * report.speed.decode.seconds
+    fitting = [item for item in report.others if item.status == "fits"]
+    assert [item.plan.pp > 1 for item in fitting] == sorted(item.plan.pp > 1 for item in fitting)
+    assert min(item.decode.seconds for item in fitting if item.plan.pp == 1) > 0.9 * report.speed.decode.seconds
+    assert all("stages are planned, not executed" in item.reason for item in fitting if item.plan.pp > 1)
     # every pp * dp * tp = 32 with every ep that divides dp * tp: 2^5 in three factors, and 1 + log2(dp * tp) eps each
     assert len(report.others) + 1 == sum((k + 1) * (k + 1) for k in range(6))
+
+
+def test_stages_are_chosen_only_where_nothing_else_fits_and_said_to_be_planned() -> None:
+    report = planned("deepseek-v3", "a2:16", quant="w8a8", concurrency=256)
+    assert report.plan.pp == 2
+    assert not any(item.status == "fits" and item.plan.pp == 1 for item in report.others)
+    assert any("2 pipeline stages are planned, not executed" in note for note in report.notes)
+    assert not any("pipeline stages are planned" in note for note in planned("deepseek-v3", "a2:32").notes)
+
+
+def test_gathered_tokens_are_held() -> None:
+    """Each of eight replicas holds the tokens of all, and room for all their pairs."""
+    one, eight = (planned("deepseek-r1", "a3:128", plan) for plan in ("tp128.ep128", "dp8.tp16.ep128"))
+    tokens = 512
+    more = 7 * tokens * 8 * (2 * 7168 + 3 * 2048) * 2 + 2 * 8 * tokens * 7168 * 2
+    assert eight.memory.activations - one.memory.activations > more
 
 
 def test_illegal_plans_are_refused_with_the_reason() -> None:

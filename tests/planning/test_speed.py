@@ -9,8 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msds.planning import make_demand, make_plan
-from msds.planning.cost import LAYER_SECONDS, LINK_SHARE, MEMORY_SHARE, decode_time, prefill_time, tokens_per_step
+from msds.planning.collectives import rules
+from msds.planning.cost import LAYER_SECONDS, MEMORY_SHARE, decode_time, prefill_time, tokens_per_step
+from msds.planning.links import LINK_SHARE, Links
 from msds.planning.memory import Ledger
+from msds.planning.search import rank_plans
 from msds_graphs.sharding import ShardPlan
 
 
@@ -72,21 +75,62 @@ def test_stages_work_side_by_side() -> None:
 
 
 def test_sums_over_a_node_by_hand() -> None:
-    """Llama 70B, tp 8, 64 texts: two sums of 64 x 8192 bf16 values in each of 80 layers, 7/8 of them sent twice, three
-    steps of latency."""
+    """Llama 70B, tp 8, 64 texts: two sums of 64 x 8192 bf16 values in each of 80 layers and one of the embedding, 7/8
+    of them sent twice, three steps of latency; and the float32 logits of the others' rows of 128,256."""
     links = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 100).links
     one = 2 * 7 / 8 * 64 * 8192 * 2 / (196e9 * LINK_SHARE) + 3 * 10e-6
-    assert links == pytest.approx(80 * 2 * one)
+    logits = 7 / 8 * 64 * 128256 * 4 / (196e9 * LINK_SHARE) + 3 * 10e-6
+    assert links == pytest.approx((80 * 2 + 1) * one + logits)
 
 
 def test_tokens_to_experts_and_back_by_hand() -> None:
-    """R1 over 16 replicas on two nodes, 4 texts each: 8 copies of each token go out in int8 and come back in bf16; half
-    of them cross the nodes, whose links decide, with four steps of latency."""
-    links = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links
-    out, back = (4 * 8 * 7168 * item * 8 / 16 / (25e9 * LINK_SHARE) + 4 * 25e-6 for item in (1, 2))
-    assert links == pytest.approx(61 * (out + back))
-    plain = decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16"), 64, 100).links
-    assert plain == pytest.approx(61 * 2 * back)
+    """R1 over 16 replicas on two nodes, 4 texts each: every layer with experts gathers the bf16 tokens of all and their
+    8 ids and weights in float32, and scatters the sums. One part comes from the other node, then 7 pairs of parts from
+    inside. Whatever ep is: the functions do not look at it."""
+    node, between = 196e9 * LINK_SHARE, 25e9 * LINK_SHARE
+    latency = 3 * 10e-6 + 25e-6
+    tokens, routing = 4 * 7168 * 2, 4 * 2 * 8 * 4
+    one = sum(7 * 2 * size / node + size / between + latency for size in (tokens, routing, tokens))
+    for plan in ("dp16.ep16", "dp16.ep4", "dp16"):
+        assert decode_time(ledger("deepseek-r1", "a2:16", plan), 64, 100).links == pytest.approx(58 * one)
+    # activations travel as they are, whatever the weights are kept in
+    assert decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links == pytest.approx(
+        58 * one
+    )
+
+
+@pytest.mark.parametrize("plan", ["dp2.tp8.ep16", "tp16.ep16", "dp16.ep16"])
+@pytest.mark.parametrize("mtp", [0, 2])
+def test_a_step_has_the_messages_that_the_dry_run_checks(plan: str, mtp: int) -> None:
+    """The seconds of a step's messages are those of the rules of its pass and of its drafts, nothing else."""
+    one = ledger("deepseek-r1", "a2:16", plan, mtp=mtp)
+    links = Links(one.demand.mesh, one.plan)
+    steps = [("decode", {"S": 8 // one.plan.dp or 1, "Q": 1 + mtp})]
+    steps += [("draft", {"S": 8 // one.plan.dp or 1, "Q": 1})] if mtp else []
+    found = [rule for name, bucket in steps for rule in rules(one.demand, one.plan, name, bucket)]
+    total = sum(rule.count * len(rule.places) * links.seconds(rule) for rule in found)
+    assert decode_time(one, 8, 100).links == pytest.approx(total)
+    bucket = {"S": 1, "Q": 512}
+    total = sum(
+        rule.count * len(rule.places) * links.seconds(rule) for rule in rules(one.demand, one.plan, "prefill", bucket)
+    )
+    assert prefill_time(one, 4096).links == pytest.approx(total)
+
+
+def test_stages_have_the_messages_of_the_whole() -> None:
+    """But for handing over: each layer's are counted in one stage, embedding and logits once."""
+    whole = decode_time(ledger("deepseek-r1", "a3:16", "tp8.dp2.ep16"), 8, 100).links
+    staged = ledger("deepseek-r1", "a3:32", "tp8.dp2.ep16.pp2")
+    per_hand_over = staged.links.hand_over(4 * 7168 * 2 / 8)
+    assert decode_time(staged, 16, 100).links == pytest.approx(whole + 2 * per_hand_over)
+
+
+def test_processes_of_a_cpu_make_every_message_of_sums() -> None:
+    """They have no other collective for a part of them: a gather moves twice what it would."""
+    cpu = ledger("deepseek-r1", "cpu:4", "dp4.ep4")
+    gather = next(rule for rule in rules(cpu.demand, cpu.plan, "decode", {"S": 2, "Q": 1}) if rule.kind == "all_gather")
+    size = 4 * 2 * 7168 * 4
+    assert cpu.links.seconds(gather) == pytest.approx(2 * 3 / 4 * size / (2e9 * LINK_SHARE) + 2 * 1e-3)
 
 
 def test_groups_inside_a_node_talk_faster() -> None:
@@ -96,6 +140,22 @@ def test_groups_inside_a_node_talk_faster() -> None:
     one = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 4096)
     two = decode_time(ledger("r1-distill-llama-70b", "a2:16", "dp2.tp8"), 128, 4096)
     assert one.links == pytest.approx(two.links)  # replicas of a dense model do not talk
+
+
+@pytest.mark.parametrize(
+    ("mesh", "quant", "texts", "best"),
+    [
+        ("a2:16", "w8a8", None, "tp16.ep16"),
+        ("a2:32", "none", None, "tp32.ep32"),
+        ("a2:32", "w8a8", 256, "dp16.tp2.ep32"),
+        ("a3:16", "w8a8", None, "tp16.ep16"),
+        ("a3:128", "none", None, "dp2.tp64.ep128"),
+    ],
+)
+def test_the_best_plan_of_v3_runs_and_has_whole_experts(mesh: str, quant: str, texts: int | None, best: str) -> None:
+    """Messages do not depend on ep, so nothing speaks for cutting experts; and more texts want more replicas."""
+    found = rank_plans(make_demand("deepseek-v3", mesh, quant=quant, concurrency=texts))[0]
+    assert (str(found.plan), found.status) == (best, "fits")
 
 
 def test_published_figures_stand_beside_the_estimates() -> None:

@@ -13,13 +13,14 @@ Tiny = Callable[..., Path]
 SMALL = ["--max-model-len", "64", "--memory-fraction", "0.5"]
 
 
-def test_generate_prints_one_json_object(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_prints_one_json_object(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.reference.checkpoints import transformers_greedy
 
     folder = tiny("llama_base")
     ids = [5, 77, 300, 12]
     arguments = ["--token-ids", ",".join(map(str, ids)), "--max-tokens", "6", "--temperature", "0", "--json"]
-    assert main(["generate", str(folder), *arguments, *SMALL]) == 0
+    assert main(["generate", str(folder), *arguments, *SMALL, "--shard-cache", str(tmp_path / "caches")]) == 0
+    assert len(list((tmp_path / "caches").iterdir())) == 1
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output["token_ids"] == list(transformers_greedy(folder, ids, 6))
     assert output["finish_reason"] == "length"

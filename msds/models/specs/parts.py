@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msds.config import DeepseekConfig, ModelConfig
 from msds.models.specs import tree_bytes
 from msds.models.specs.placement import ExpertPlacement
-from msds.models.specs.rules import check_plan, sharding_rules
+from msds.models.specs.rules import check_plan, is_executed, sharding_rules
 from msds_graphs.errors import GraphError
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import rank_shards
@@ -57,7 +57,7 @@ def rank_parts(
 
     placements: one per MoE layer, the layers of `mtp` last; none: runs of experts.
     """
-    if ranks.plan.pp > 1:
+    if not is_executed(ranks.plan):
         raise GraphError(f"plan {ranks.plan}: pp is planned but not executed; use dp, tp and ep")
     check_plan(config, ranks.plan)
     check_placements(config, ranks, placements)

@@ -46,6 +46,11 @@ def sharding_rules(config: ModelConfig) -> Rules:
     return Rules(axes=AXES, places=places, units=units, padded=frozenset({"vocab"}), hints=HINTS)
 
 
+def is_executed(plan: ShardPlan) -> bool:
+    """Whether the model functions run the plan: pipeline stages can be planned only."""
+    return plan.pp == 1
+
+
 def check_plan(config: ModelConfig, plan: ShardPlan) -> None:
     """GraphError with all reasons why a plan cannot cut this model; sizes first, so no array is looked at."""
     faults = list(_faults(config, plan))

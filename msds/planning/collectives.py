@@ -1,17 +1,23 @@
 """What a plan says about communication: which collectives each layer of each step has, before anything is compiled.
 
-Host code. T = S * Q tokens of a replica's step, D hidden, V vocabulary; padded to equal parts.
+The one account of it: the dry run holds compiled graphs against it, the planner's speeds are made of it. Host code.
+T = S * Q tokens of a replica's step, D hidden, V vocabulary; padded to equal parts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from msds.config import DeepseekConfig
-from msds.dryrun.job import STEPS, Job
 from msds.errors import OptionError
+from msds.planning.demand import Demand
+from msds_graphs.sharding import ShardPlan
+from msds_graphs.specs import ITEM_SIZES
+
+STEPS = ("prefill", "decode", "draft", "head")
 
 ENDS = ("ends",)
 """Before the first layer and after the last."""
@@ -37,61 +43,79 @@ class Rule:
     places: tuple[str, ...]
     count: int = 1
 
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """What goes in and what comes out on each rank."""
+        item = ITEM_SIZES[self.dtype]
+        return math.prod(self.shape) * item, math.prod(self.result) * item
 
-def rules(job: Job, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
+
+def rules(demand: Demand, plan: ShardPlan, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
     """The collectives of a step, those of groups of one rank included; OptionError for a step without rules."""
     if step == "draft":
         return tuple(
-            rule for _ in range(job.mtp) for rule in _pass(job, bucket, ("mtp.0",), rows=1, with_entries=False)
+            rule
+            for _ in range(demand.mtp)
+            for rule in _pass(demand, plan, bucket, ("mtp.0",), rows=1, with_entries=False)
         )
     if step not in STEPS:
         raise OptionError(f"step {step!r} has no rules of communication: write them in {__name__}")
     if step == "head":
-        return (_logits(job, bucket["T"]),)
-    layers = tuple(f"layers.{index}" for index in range(job.demand.config.num_hidden_layers))
+        return (_logits(demand, plan, bucket["T"]),)
+    layers = tuple(f"layers.{index}" for index in range(demand.config.num_hidden_layers))
     rows = 1 if step == "prefill" else bucket["Q"]
-    return tuple(_pass(job, bucket, layers, rows=rows, with_entries=job.mtp > 0))
+    return tuple(_pass(demand, plan, bucket, layers, rows=rows, with_entries=demand.mtp > 0))
 
 
-def dense_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> tuple[Rule, ...]:
+def dense_rules(
+    demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], layers: tuple[str, ...]
+) -> tuple[Rule, ...]:
     """Two sums per layer: the ranks of a replica have cut heads and MLP widths, and each has a share of every token."""
-    return tuple(_sum(job, bucket, what, layers) for what in ("heads", "MLP"))
+    return tuple(_sum(demand, plan, bucket, what, layers) for what in ("heads", "MLP"))
 
 
 def _pass(
-    job: Job, bucket: Mapping[str, int], layers: tuple[str, ...], *, rows: int, with_entries: bool
+    demand: Demand,
+    plan: ShardPlan,
+    bucket: Mapping[str, int],
+    layers: tuple[str, ...],
+    *,
+    rows: int,
+    with_entries: bool,
 ) -> Iterator[Rule]:
     """Embedding, layers and head. rows: of logits per sequence. with_entries: the MTP layer's cache is written too."""
-    yield _sum(job, bucket, "embedding", ENDS)  # each rank has some rows of the table
+    yield _sum(demand, plan, bucket, "embedding", ENDS)  # each rank has some rows of the table
     if with_entries:
-        yield _sum(job, bucket, "embedding of MTP entries", ENDS)
-    experts = tuple(layer for layer in layers if _is_moe(job, layer))
-    yield from dense_rules(job, bucket, layers)
+        yield _sum(demand, plan, bucket, "embedding of MTP entries", ENDS)
+    experts = tuple(layer for layer in layers if _is_moe(demand, layer))
+    yield from dense_rules(demand, plan, bucket, layers)
     if experts:
-        yield from _expert_rules(job, bucket, experts)
-    yield _logits(job, bucket["S"] * min(rows, bucket["Q"]))
+        yield from _expert_rules(demand, plan, bucket, experts)
+    yield _logits(demand, plan, bucket["S"] * min(rows, bucket["Q"]))
 
 
-def _logits(job: Job, rows: int) -> Rule:
+def _logits(demand: Demand, plan: ShardPlan, rows: int) -> Rule:
     """Each rank of a replica has a part of the vocabulary, and all need the whole."""
-    part = -(-job.demand.config.vocab_size // job.shards.tp)
+    part = -(-demand.config.vocab_size // plan.tp)
     return Rule(
         what="logits of the vocabulary",
         kind="all_gather",
         axis="tp",
         dtype="float32",
         shape=(part, rows),
-        result=(part * job.shards.tp, rows),
+        result=(part * plan.tp, rows),
         places=ENDS,
     )
 
 
-def _expert_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> Iterator[Rule]:
+def _expert_rules(
+    demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], layers: tuple[str, ...]
+) -> Iterator[Rule]:
     """Replicas share experts: all see the tokens of all, and each gets the sums of its own back.
 
     What the ranks of a replica add up to is the layer's sum over tp, shared experts included.
     """
-    config, dp, tokens = job.demand.config, job.shards.dp, bucket["S"] * bucket["Q"]
+    config, dp, tokens = demand.config, plan.dp, bucket["S"] * bucket["Q"]
     assert isinstance(config, DeepseekConfig)
     own, whole = (tokens, config.hidden_size), (dp * tokens, config.hidden_size)
     chosen = 2 * config.num_experts_per_tok  # ids and weights, side by side
@@ -99,21 +123,19 @@ def _expert_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) 
     def rule(what: str, kind: str, dtype: str, shape: tuple[int, int], result: tuple[int, int]) -> Rule:
         return Rule(what=what, kind=kind, axis="dp", dtype=dtype, shape=shape, result=result, places=layers)
 
-    yield rule("tokens to experts", "all_gather", job.demand.dtype, own, whole)
+    yield rule("tokens to experts", "all_gather", demand.dtype, own, whole)
     yield rule("their routing", "all_gather", "float32", (tokens, chosen), (dp * tokens, chosen))
-    yield rule("experts to tokens", "reduce_scatter", job.demand.dtype, whole, own)
+    yield rule("experts to tokens", "reduce_scatter", demand.dtype, whole, own)
 
 
-def _sum(job: Job, bucket: Mapping[str, int], what: str, places: tuple[str, ...]) -> Rule:
+def _sum(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], what: str, places: tuple[str, ...]) -> Rule:
     """A sum over the ranks of a replica, of every token."""
-    shape = (bucket["S"] * bucket["Q"], job.demand.config.hidden_size)
-    return Rule(
-        what=what, kind="all_reduce", axis="tp", dtype=job.demand.dtype, shape=shape, result=shape, places=places
-    )
+    shape = (bucket["S"] * bucket["Q"], demand.config.hidden_size)
+    return Rule(what=what, kind="all_reduce", axis="tp", dtype=demand.dtype, shape=shape, result=shape, places=places)
 
 
-def _is_moe(job: Job, layer: str) -> bool:
-    config = job.demand.config
+def _is_moe(demand: Demand, layer: str) -> bool:
+    config = demand.config
     if not isinstance(config, DeepseekConfig):
         return False
     kind, _, index = layer.partition(".")

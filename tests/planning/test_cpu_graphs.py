@@ -1,0 +1,146 @@
+"""What compiled shapes keep on a CPU: the rates against MindSpore itself, and the counts by hand."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, ops
+
+from msds.planning import cpu_graphs, make_demand, make_plan
+from msds.planning.cpu_graphs import CONSTANT, PROCESS_BYTES, REPEATED, TRANSPOSED, graphs_bytes
+from msds_graphs.sharding import ShardPlan
+from tests.reference.variants import LLAMA, V3
+
+ROWS, COLUMNS, TIMES = 512, 512, 16
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "top",
+        )
+    ]
+
+
+def bytes_in_use() -> int:
+    """Of the C allocator, its mapped pieces included."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    gc.collect()
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def doubled(x: Tensor) -> Any:
+    return x * 2.0
+
+
+def repeated_row(x: Tensor, row: Tensor, column: Tensor) -> Any:
+    for _ in range(TIMES):
+        x = x * row
+    return x
+
+
+def repeated_column(x: Tensor, row: Tensor, column: Tensor) -> Any:
+    for _ in range(TIMES):
+        x = x + column
+    return x
+
+
+def transposed(x: Tensor, row: Tensor, column: Tensor) -> Any:
+    for _ in range(TIMES):
+        x = x.reshape(16, 32, 512).transpose(1, 0, 2).reshape(512, 512)
+    return x
+
+
+def nothing_kept(x: Tensor, row: Tensor, column: Tensor) -> Any:
+    y = x * 2.0
+    for _ in range(TIMES):
+        x = ops.concat((x[:, 256:], x[:, :256]), 1) + y
+    return x
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs mallinfo2 of glibc 2.33")
+@pytest.mark.parametrize(
+    ("function", "rate"),
+    [(repeated_row, REPEATED), (repeated_column, REPEATED), (transposed, TRANSPOSED), (nothing_kept, 0)],
+)
+def test_operators_keep_what_is_counted(function: Callable[..., Any], rate: int) -> None:
+    """Bytes per element of an operator's result while its graph lives; 1.5 more for what does not grow with it."""
+    rng = np.random.default_rng(0)
+    x, row, column = (Tensor(rng.random(shape, np.float32)) for shape in ((ROWS, COLUMNS), (COLUMNS,), (ROWS, 1)))
+    ms.jit(doubled)(x).asnumpy()  # what the process takes once
+    before = bytes_in_use()
+    graph = ms.jit(function)
+    graph(x, row, column).asnumpy()
+    kept = (bytes_in_use() - before) / (ROWS * COLUMNS * TIMES)
+    assert rate <= kept < rate + 1.5
+
+
+@pytest.fixture
+def config_folder(tmp_path: Path) -> Callable[..., str]:
+    def write(config: dict[str, Any], **changes: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(config | changes))
+        return str(tmp_path)
+
+    return write
+
+
+def test_a_dense_layer_by_hand(config_folder: Callable[..., str]) -> None:
+    """Two norms of two operands each, two rotations of two, four transposes, the zeros that a cache write may put."""
+    config = make_demand(config_folder(LLAMA), "cpu:1", max_model_len=64).config
+    hidden, queries = config.hidden_size, config.hidden_size
+    keys = queries // config.num_attention_heads * config.num_key_value_heads
+    want = (
+        REPEATED * (4 * hidden + 2 * queries + 2 * keys) + TRANSPOSED * (2 * queries + 2 * keys) + CONSTANT * 2 * keys
+    )
+    assert cpu_graphs._llama_layer(config, ShardPlan(), 10) == 10 * want
+
+
+def test_expanding_attention_keeps_its_context_and_absorbed_does_not(config_folder: Callable[..., str]) -> None:
+    config = make_demand(config_folder(V3), "cpu:1", max_model_len=64).config
+
+    def layer(blocks: int, *, is_prefill: bool) -> int:
+        bucket = {"S": 2, "Q": 4, "B": blocks}
+        return cpu_graphs._deepseek_layer(config, ShardPlan(), bucket, 16, is_prefill=is_prefill, has_experts=False)
+
+    heads, features = 4, 16 + 16
+    assert layer(3, is_prefill=True) - layer(2, is_prefill=True) == TRANSPOSED * 2 * 16 * heads * features
+    assert layer(3, is_prefill=False) == layer(2, is_prefill=False)
+
+
+def test_every_shape_and_the_process_are_in_the_plan(config_folder: Callable[..., str]) -> None:
+    """More drafts, longer chunks and longer texts are more or larger shapes."""
+    folder = config_folder(V3)
+    plain, drafting = (make_demand(folder, "cpu:1", max_model_len=1024, mtp=mtp) for mtp in (0, 2))
+    sizes = [graphs_bytes(demand, ShardPlan(), 1024) for demand in (plain, drafting)]
+    assert sizes[1] > 1.5 * sizes[0]
+    assert graphs_bytes(plain, ShardPlan(), 256) < sizes[0]
+    assert make_plan(plain).memory.runtime == PROCESS_BYTES + sizes[0]
+
+
+@pytest.mark.parametrize(("free", "is_said"), [(1 << 30, True), (1 << 40, False)])
+def test_graphs_that_the_rest_of_the_memory_does_not_hold_are_said(
+    config_folder: Callable[..., str], monkeypatch: pytest.MonkeyPatch, free: int, is_said: bool
+) -> None:
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: free)
+    report = make_plan(make_demand(config_folder(V3), "cpu:1", max_model_len=1024))
+    assert any("activations and graphs may take" in note for note in report.notes) is is_said
