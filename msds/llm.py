@@ -235,6 +235,7 @@ class LLM:
             prefill_chunk=options.prefill_chunk,
             block_size=options.block_size,
             num_drafts=num_drafts,
+            one_shape=options.deterministic,
         )
         runner = self._make_runner(
             num_blocks=num_blocks,
@@ -249,6 +250,7 @@ class LLM:
             chunk_sizes=chunk_sizes,
             shared=shared_prefill(prefill_buckets, options.block_size),
             max_waiting=options.max_waiting,
+            prefix_cache=not options.deterministic,
         )
         speculation = Speculation(num_drafts) if num_drafts else None
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)

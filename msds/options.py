@@ -28,6 +28,9 @@ class EngineOptions:
     threads: cores that this process is restricted to, for good; default no restriction.
     num_speculative_tokens: tokens that the checkpoint's first MTP layer drafts per round; answers are those without,
     as `engine.speculation` says. Default 0, no speculation.
+    deterministic: an answer's numbers depend on nothing but its request, bit for bit: every step has the one largest
+    shape, prompts are computed one at a time and always whole, and every sequence can have a full-length cache. Slower.
+    Default False: numbers may differ in their last bits with what else runs, within the tolerance of `msds verify`.
     """
 
     max_model_len: int | None = None
@@ -39,6 +42,7 @@ class EngineOptions:
     dtype: str = "auto"
     threads: int | None = None
     num_speculative_tokens: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "prefill_chunk"):
@@ -51,6 +55,13 @@ class EngineOptions:
             raise OptionError(
                 f"num_speculative_tokens is {drafts!r}: it must be a whole number from 0 (no speculation) to "
                 f"{MAX_SPECULATIVE_TOKENS}"
+            )
+        if not isinstance(self.deterministic, bool):
+            raise OptionError(f"deterministic is {self.deterministic!r}: it must be True or False")
+        if self.deterministic and drafts:
+            raise OptionError(
+                f"deterministic and num_speculative_tokens {drafts} exclude each other: how many tokens a step has "
+                "would depend on what else runs; leave one of them out"
             )
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
@@ -96,6 +107,12 @@ class EngineOptions:
                 f"({_gib((1 + per_text) * block_bytes)}) need {_gib(need)}, but memory_fraction "
                 f"{self.memory_fraction} of {_gib(free_bytes)} free is {_gib(int(free_bytes * self.memory_fraction))}: "
                 f"lower max_model_len, raise memory_fraction or free memory"
+            )
+        if self.deterministic and affordable < wanted:
+            raise OptionError(
+                f"deterministic needs the cache of max_num_seqs {self.max_num_seqs} texts of {max_model_len} tokens at "
+                f"once, {_gib(wanted * block_bytes)}, but there is room for {_gib(affordable * block_bytes)}: lower "
+                f"max_num_seqs to {affordable // per_text} or max_model_len, or free memory"
             )
         return min(wanted, affordable)
 

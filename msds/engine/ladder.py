@@ -49,16 +49,25 @@ def rungs(largest: int, smallest: int) -> tuple[int, ...]:
 
 
 def step_ladders(
-    *, max_model_len: int, max_num_seqs: int, prefill_chunk: int, block_size: int, num_drafts: int = 0
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    prefill_chunk: int,
+    block_size: int,
+    num_drafts: int = 0,
+    one_shape: bool = False,
 ) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
     """(prefill buckets, decode buckets): S sequences, Q query tokens each, B context blocks each.
 
     Prefill takes one sequence, or several with short chunks of short texts where together they keep to
-    `prefill_chunk` tokens; decode one to `max_num_seqs`, of one token each or of one and `num_drafts`.
+    `prefill_chunk` tokens; decode one to `max_num_seqs`, of one token each or of one and `num_drafts`. one_shape: the
+    largest of each alone, and one sequence per prefill, so that a sequence is computed alike whoever runs beside it.
     """
     max_blocks = -(-max_model_len // block_size)
     contexts = rungs(max_blocks, max(1, min(max_blocks, 512 // block_size)))
     chunk = min(prefill_chunk, max_model_len)
+    if one_shape:
+        return ({"S": 1, "Q": chunk, "B": max_blocks},), ({"S": max_num_seqs, "Q": 1, "B": max_blocks},)
     short = min(SHORT_CHUNK, chunk)
     prefill = [{"S": 1, "Q": q, "B": b} for q in sorted({short, chunk}) for b in contexts if q <= b * block_size]
     together = min(max_num_seqs, prefill_chunk // short)

@@ -83,6 +83,7 @@ class SchedulerPolicy:
     may be padded to. shared: which chunks of several sequences may be one prefill step, None for none. max_waiting:
     bound of the queue, None for no bound. max_overtakes: how many sequences may start before the one that has waited
     longest. max_preemptions: how often a sequence gives up its blocks to others before it is protected.
+    prefix_cache: whether blocks of earlier sequences are used again.
     """
 
     max_num_seqs: int
@@ -91,6 +92,7 @@ class SchedulerPolicy:
     max_waiting: int | None = None
     max_overtakes: int = 16
     max_preemptions: int = 2
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         limits = {"max_num_seqs": self.max_num_seqs, "max_waiting": self.max_waiting}

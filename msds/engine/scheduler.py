@@ -265,7 +265,8 @@ class Scheduler(Generic[S]):
 
     def _find_prefix(self, entry: Entry[S]) -> list[int]:
         sequence = entry.sequence
-        return self._cache.lookup(entry.chain, sequence.token_ids) if sequence.allow_prefix_reuse else []
+        may_reuse = self.policy.prefix_cache and sequence.allow_prefix_reuse
+        return self._cache.lookup(entry.chain, sequence.token_ids) if may_reuse else []
 
     def _slots_to_start(self, entry: Entry[S]) -> int:
         """Slots for all tokens and for the one that follows, so that it is not preempted before it is computed."""

@@ -42,6 +42,7 @@ ENGINE_OPTIONS = (
     "check_sha256",
     "shard_cache",
     "num_speculative_tokens",
+    "deterministic",
 )
 END_SECONDS = 15.0
 """What processes get to end, beyond the time to drain."""
@@ -120,6 +121,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", help="auto (default) or float32")
     engine.add_argument(
         "--num-speculative-tokens", metavar="N", type=int, help="drafts of the MTP layer per round; default 0, none"
+    )
+    engine.add_argument(
+        "--deterministic",
+        action="store_true",
+        default=None,
+        help="answers that do not depend on what else runs, bit for bit; slower",
     )
     _add_sha256(engine)
     engine.add_argument(
