@@ -41,16 +41,15 @@ class Rule:
 def rules(job: Job, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
     """The collectives of a step, those of groups of one rank included; OptionError for a step without rules."""
     if step == "draft":
-        return tuple(
-            rule for _ in range(job.mtp) for rule in _pass(job, bucket, ("mtp.0",), rows=1, with_entries=False)
-        )
+        passes = [_pass(job, bucket, ("mtp.0",), rows=1, with_entries=False) for _ in range(job.mtp)]
+        return (*(rule for one in passes for rule in one), _result(job, "drafts", "int32", (bucket["S"], job.mtp)))
     if step not in STEPS:
         raise OptionError(f"step {step!r} has no rules of communication: write them in {__name__}")
     if step == "head":
         return (_logits(job, bucket["T"]),)
     layers = tuple(f"layers.{index}" for index in range(job.demand.config.num_hidden_layers))
     rows = 1 if step == "prefill" else bucket["Q"]
-    return tuple(_pass(job, bucket, layers, rows=rows, with_entries=job.mtp > 0))
+    return (*_pass(job, bucket, layers, rows=rows, with_entries=job.mtp > 0), *_results(job, bucket, rows))
 
 
 def dense_rules(job: Job, bucket: Mapping[str, int], layers: tuple[str, ...]) -> tuple[Rule, ...]:
@@ -70,6 +69,20 @@ def _pass(
     if experts:
         yield from _expert_rules(job, bucket, experts)
     yield _logits(job, bucket["S"] * min(rows, bucket["Q"]))
+
+
+def _results(job: Job, bucket: Mapping[str, int], rows: int) -> Iterator[Rule]:
+    """What a step gives for each replica; rank 0 samples for all."""
+    config, tokens = job.demand.config, (bucket["S"], bucket["Q"])
+    logits = (bucket["S"], min(rows, bucket["Q"]), config.vocab_size)
+    yield _result(job, "logits of replicas", "float32", logits)
+    yield _result(job, "states of replicas", job.demand.dtype, (*tokens, config.hidden_size))
+    yield _result(job, "whether they are finite", "int8", tokens)
+
+
+def _result(job: Job, what: str, dtype: str, shape: tuple[int, ...]) -> Rule:
+    whole = (job.shards.dp, *shape)
+    return Rule(what=what, kind="all_gather", axis="dp", dtype=dtype, shape=(1, *shape), result=whole, places=ENDS)
 
 
 def _logits(job: Job, rows: int) -> Rule:

@@ -11,7 +11,7 @@ import numpy as np
 
 from msds.checkpoint import Checkpoint
 from msds.config import read_config
-from msds.engine.batch import BATCH_SPEC, Row
+from msds.engine.batch import Row
 from msds.engine.runner import Runner
 from msds.model import Model
 from msds.models.specs.parts import moe_layers
@@ -95,51 +95,35 @@ def make_runner(model: Model, case: Case) -> Runner:
     )
 
 
-def run(runner: Runner, replica: int, case: Case, swap: Any = None) -> Arrays:
-    """Prefill and a few greedy steps of a replica's texts: everything that came out. swap: called between steps."""
-    prompts = [text(replica, index, length) for index, length in enumerate(case.lengths[replica])]
-    if not prompts:
-        _idle(runner, case, swap)
-        return {}
-    tables = [list(range(1 + index * BLOCKS, 1 + (index + 1) * BLOCKS)) for index in range(len(prompts))]
-    result = runner.prefill([Row(ids, 0, table) for ids, table in zip(prompts, tables, strict=True)], all_logits=True)
-    arrays = {"prefill": _real(result.logits, prompts), "finite": result.is_finite}
-    last = [result.logits[i, len(ids) - 1].argmax() for i, ids in enumerate(prompts)]
-    hidden = [result.hidden[i, len(ids) - 1] for i, ids in enumerate(prompts)]
-    chosen = [np.array(last)]
+def run(runner: Runner, case: Case, replicas: Sequence[int], swap: Any = None) -> Arrays:
+    """Prefill and a few greedy steps of the texts of some replicas: everything that came out, as `replica.name`.
+
+    A runner of one replica computes one at a time, one of several all together. swap: called between steps.
+    """
+    prompts = {(r, index): text(r, index, length) for r in replicas for index, length in enumerate(case.lengths[r])}
+    tables = {(r, index): list(range(1 + index * BLOCKS, 1 + (index + 1) * BLOCKS)) for r, index in prompts}
+    homes = {key: key[0] if runner.num_replicas > 1 else 0 for key in prompts}
+    last, hidden, arrays = {}, {}, {}
+    result = runner.prefill(
+        [Row(ids, 0, tables[key], None, homes[key]) for key, ids in prompts.items()], all_logits=True
+    )
+    for row, (key, ids) in enumerate(prompts.items()):
+        arrays[f"{key}.prefill"], arrays[f"{key}.finite"] = (
+            result.logits[row, : len(ids)],
+            result.is_finite[row, : len(ids)],
+        )
+        last[key], hidden[key] = int(result.logits[row, len(ids) - 1].argmax()), result.hidden[row, len(ids) - 1]
     for step in range(STEPS):
         if swap is not None and step == 1:
             swap()
-        rows = [
-            Row([int(token)], len(ids) + step, table, state)
-            for token, ids, table, state in zip(last, prompts, tables, hidden, strict=True)
-        ]
-        if case.drafts:
-            arrays[f"drafts{step}"] = runner.draft(rows)
+        rows = [Row([last[key]], len(ids) + step, tables[key], hidden[key], homes[key]) for key, ids in prompts.items()]
+        drafts = runner.draft(rows) if case.drafts else ()
         result = runner.decode(rows)
-        arrays[f"decode{step}"] = result.logits[:, 0]
-        last, hidden = list(result.logits[:, 0].argmax(-1)), list(result.hidden[:, 0])
-        chosen.append(np.array(last))
-    return {**arrays, "chosen": np.stack(chosen)}
-
-
-def _real(logits: Any, prompts: Sequence[Sequence[int]]) -> Any:
-    return np.concatenate([logits[i, : len(ids)] for i, ids in enumerate(prompts)])
-
-
-def _idle(runner: Runner, case: Case, swap: Any) -> None:
-    """As many calls as a replica with texts makes, on padding alone."""
-    batch = {name: np.zeros(tuple(1 for _ in spec.shape), np.int32) for name, spec in BATCH_SPEC.items()}
-    if case.drafts:
-        batch["prev_hidden"] = np.zeros((1, runner.model.config.hidden_size), np.float32)
-    runner._prefill(batch)
-    for step in range(STEPS):
-        if swap is not None and step == 1:
-            swap()
-        if case.drafts:
-            assert runner._draft is not None
-            runner._draft({**batch, "draft_slots": np.zeros((1, case.drafts), np.int32)})
-        runner._decode(batch)
+        for row, key in enumerate(prompts):
+            arrays |= {f"{key}.drafts{step}": one for one in drafts[row : row + 1]}
+            arrays[f"{key}.decode{step}"], arrays[f"{key}.chosen{step}"] = result.logits[row, 0], np.array(last[key])
+            last[key], hidden[key] = int(result.logits[row, 0].argmax()), result.hidden[row, 0]
+    return arrays
 
 
 def changed_weights(tree: Tree) -> Tree:
