@@ -56,6 +56,8 @@ CASES = (
     Case("v3_base", "tp2.ep2", drafts=DRAFTS, short=False),
     Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
     Case("v2_lite", "tp2"),  # experts cut by width alone
+    Case("v2_lite", "dp2", ((), (4, 2))),  # the same, over replicas
+    Case("llama_base", "dp2", ((5, 2), (7,))),
     Case("llama_bias", "tp2", updates=True),
     Case("qwen2_odd_vocab", "tp2", short=False),
     Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
