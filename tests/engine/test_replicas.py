@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -116,8 +117,6 @@ def test_who_gives_way_may_go_on_elsewhere() -> None:
 
 
 def test_a_failed_step_drops_what_ran_in_it_everywhere() -> None:
-    import random
-
     world = make_world(num_replicas=2)
     world.add(*(FakeSequence(id_, distinct(8, 50 * id_), 20) for id_ in range(4)))
     world.schedule()

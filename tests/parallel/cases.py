@@ -27,9 +27,9 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: of the texts of each replica, at most two, none for an idle replica. spare: slots per rank beyond the
-    experts' own, which makes placements be used and swapped. updates: new weights are put in after the steps.
-    short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
+    """lengths: of the texts of each replica, at most two, none for an idle one, but not for all. spare: slots per rank
+    beyond the experts' own, which makes placements be used and swapped. updates: new weights are put in after the
+    steps. short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
 
     variant: str
     plan: str
@@ -98,7 +98,7 @@ def make_runner(model: Model, case: Case) -> Runner:
 
 
 def run(runner: Runner, case: Case, replicas: Sequence[int], swap: Any = None) -> Arrays:
-    """Prefill and a few greedy steps of the texts of some replicas: everything that came out, as `replica.name`.
+    """Prefill and a few greedy steps of the texts of some replicas: everything that came out, by text.
 
     A runner of one replica computes one at a time, one of several all together. swap: called between steps.
     """
@@ -110,10 +110,8 @@ def run(runner: Runner, case: Case, replicas: Sequence[int], swap: Any = None) -
         [Row(ids, 0, tables[key], None, homes[key]) for key, ids in prompts.items()], all_logits=True
     )
     for row, (key, ids) in enumerate(prompts.items()):
-        arrays[f"{key}.prefill"], arrays[f"{key}.finite"] = (
-            result.logits[row, : len(ids)],
-            result.is_finite[row, : len(ids)],
-        )
+        arrays[f"{key}.prefill"] = result.logits[row, : len(ids)]
+        arrays[f"{key}.finite"] = result.is_finite[row, : len(ids)]
         last[key], hidden[key] = int(result.logits[row, len(ids) - 1].argmax()), result.hidden[row, len(ids) - 1]
     for step in range(STEPS):
         if swap is not None and step == 1:
@@ -122,8 +120,10 @@ def run(runner: Runner, case: Case, replicas: Sequence[int], swap: Any = None) -
         drafts = runner.draft(rows) if case.drafts else ()
         result = runner.decode(rows)
         for row, key in enumerate(prompts):
-            arrays |= {f"{key}.drafts{step}": one for one in drafts[row : row + 1]}
-            arrays[f"{key}.decode{step}"], arrays[f"{key}.chosen{step}"] = result.logits[row, 0], np.array(last[key])
+            arrays[f"{key}.decode{step}"] = result.logits[row, 0]
+            arrays[f"{key}.chosen{step}"] = np.array(last[key])
+            if case.drafts:
+                arrays[f"{key}.drafts{step}"] = drafts[row]
             last[key], hidden[key] = int(result.logits[row, 0].argmax()), result.hidden[row, 0]
     return arrays
 
