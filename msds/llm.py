@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class LLM:
                 "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
             )
         self._ranks, self._team = ranks or ALONE, team
+        self._seqs_per_replica = self.options.seqs_per_replica(self._ranks.size("dp"))
         num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
         self.model: Model = load(
             folder,
@@ -208,10 +209,10 @@ class LLM:
         return list(sampling)
 
     def _plan_blocks(self, config: ModelConfig) -> int:
-        """Cache blocks, decided from the config alone, before a byte of weights is read; as many on every rank."""
+        """Cache blocks of a replica, decided from the config alone, before any weights are read; equal on all ranks."""
         dtype, specs = self.options.resolved_dtype, model_specs(config)
         sharing = 1 if self._team is None else self._team.place.ranks_here
-        blocks = self.options.plan_blocks(
+        blocks = replace(self.options, max_num_seqs=self._seqs_per_replica).plan_blocks(
             max_model_len=self.max_model_len,
             block_bytes=self._bytes(specs.cache_spec(config, 1, self.options.block_size, dtype), config),
             weight_bytes=self._bytes(specs.derived_spec(config, dtype), config),
@@ -231,7 +232,7 @@ class LLM:
         num_drafts = options.num_speculative_tokens
         prefill_buckets, decode_buckets = step_ladders(
             max_model_len=self.max_model_len,
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=self._seqs_per_replica,
             prefill_chunk=options.prefill_chunk,
             block_size=options.block_size,
             num_drafts=num_drafts,
@@ -246,7 +247,7 @@ class LLM:
         )
         chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
         policy = SchedulerPolicy(
-            max_num_seqs=options.max_num_seqs,
+            max_num_seqs=self._seqs_per_replica,
             chunk_sizes=chunk_sizes,
             shared=shared_prefill(prefill_buckets, options.block_size),
             max_waiting=options.max_waiting,

@@ -19,7 +19,7 @@ class EngineOptions:
     """Options of `msds.LLM`; every default is stated here.
 
     max_model_len: most tokens of one text, prompt and answer together; default the model's context, at most 4096.
-    max_num_seqs: sequences decoded together; more wait. Default 8.
+    max_num_seqs: sequences decoded together, by all replicas of a plan (dp); more wait. Default 8.
     block_size: tokens per cache block. Default 16.
     memory_fraction: share of the memory that is free before loading which weights and cache may take. Default 0.8.
     prefill_chunk: most prompt tokens computed in one step. Default 512.
@@ -89,6 +89,17 @@ class EngineOptions:
     def blocks_per_text(self, max_model_len: int) -> int:
         """Cache blocks of a text of full length."""
         return -(-max_model_len // self.block_size)
+
+    def seqs_per_replica(self, replicas: int) -> int:
+        """Sequences that each replica of a model decodes together; OptionError where they do not divide evenly."""
+        share, rest = divmod(self.max_num_seqs, replicas)
+        if rest:
+            near = [count for count in (share * replicas, (share + 1) * replicas) if count]
+            raise OptionError(
+                f"max_num_seqs is {self.max_num_seqs}, and {replicas} replicas (dp) decode as many sequences each: use "
+                f"{' or '.join(map(str, near))}"
+            )
+        return share
 
     def plan_blocks(self, *, max_model_len: int, block_bytes: int, weight_bytes: int, free_bytes: int) -> int:
         """Cache blocks to allocate, the reserved one included.

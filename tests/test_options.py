@@ -90,6 +90,18 @@ class TestMemoryPlan:
             self.blocks(50_000)
 
 
+@pytest.mark.parametrize(
+    ("seqs", "replicas", "share"), [(8, 1, 8), (8, 2, 4), (3, 3, 1), (3, 2, "use 2 or 4"), (1, 2, "use 2$")]
+)
+def test_replicas_decode_as_many_sequences_each(seqs: int, replicas: int, share: int | str) -> None:
+    options = EngineOptions(max_num_seqs=seqs)
+    if isinstance(share, int):
+        assert options.seqs_per_replica(replicas) == share
+        return
+    with pytest.raises(OptionError, match=f"max_num_seqs is {seqs}, and {replicas} replicas .* {share}"):
+        options.seqs_per_replica(replicas)
+
+
 def test_free_memory_is_that_of_this_machine() -> None:
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 0 < free_memory_bytes() <= int(total.split()[1]) * 1024

@@ -64,7 +64,8 @@ def all_gather(x: Tensor, axis: str, dim: int, ranks: Ranks) -> Tensor:
     if size == 1:
         return x
     if ranks.native:
-        return _along(ops.AllGather(ranks.group(axis)), x, dim)
+        value = x.astype(ms.int8) if x.dtype == ms.bool_ else x  # its AllGather has no bool
+        return _along(ops.AllGather(ranks.group(axis)), value, dim).astype(x.dtype)
     value = x.astype(ms.float32) if x.dtype in _CARRIED else x
     mine = _one_of(size, ranks.index(axis), value.ndim)
     parts = ops.where(mine, value.expand_dims(0), ops.zeros((1,), value.dtype))  # [n, ..], zeros but for part r

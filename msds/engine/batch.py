@@ -1,6 +1,6 @@
 """From scheduled sequences to the int32 arrays of one step, every index checked. No tensors.
 
-S sequences, Q query tokens per sequence, B context blocks.
+S sequences, Q query tokens per sequence, B context blocks, R replicas.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Row:
 
     prev_hidden: the model's state [D] of the token before `start`, where MTP entries are kept; None: it is not known,
     and zeros stand for it. That is so after a prefix hit: the block has the token, not its state. It makes one entry
-    worse and with it perhaps a draft, never a result.
+    worse and with it perhaps a draft, never a result. replica: in whose cache the blocks are, where there are several.
     """
 
     tokens: Sequence[int]
     start: int
     block_table: Sequence[int]
     prev_hidden: npt.NDArray[np.float32] | None = None
+    replica: int = 0
 
     @property
     def context_len(self) -> int:
@@ -103,3 +104,27 @@ def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, 
         "query_lens": counts,
         "context_lens": lens,
     }
+
+
+def stack_batches(batches: Sequence[Batch | None]) -> Batch:
+    """The batches of several replicas, each padded to the largest, as one: [S, ..] -> [R, S, ..]; None: all padding."""
+    given = [batch for batch in batches if batch is not None]
+    stacked = {}
+    for name, array in given[0].items():
+        sizes = np.max([batch[name].shape for batch in given], axis=0)
+        stacked[name] = np.zeros((len(batches), *sizes), array.dtype)
+        for whole, batch in zip(stacked[name], batches, strict=True):
+            if batch is not None:
+                whole[tuple(map(slice, batch[name].shape))] = batch[name]
+    return stacked
+
+
+def pick_rows(stacked: npt.NDArray[Any], rows: Sequence[Row]) -> npt.NDArray[Any]:
+    """What belongs to each row of what a step gave for all replicas: [R, S, ..] -> [rows, ..]; a view where it can."""
+    taken = [0] * len(stacked)
+    places = []
+    for row in rows:
+        places.append(row.replica * stacked.shape[1] + taken[row.replica])
+        taken[row.replica] += 1
+    flat = stacked.reshape(-1, *stacked.shape[2:])
+    return flat if places == list(range(len(flat))) else flat[places]

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -63,9 +64,8 @@ class Engine:
         self.runner = runner
         self.max_model_len = max_model_len
         self.num_failed_steps = 0
-        self._scheduler: Scheduler[GenerationSequence] = Scheduler(
-            BlockPool(runner.num_blocks, runner.block_size), policy
-        )
+        pools = [BlockPool(runner.num_blocks, runner.block_size) for _ in range(runner.num_replicas)]
+        self._scheduler: Scheduler[GenerationSequence] = Scheduler(pools, policy)
         self._sequences: dict[int, GenerationSequence] = {}
         self._listeners: dict[int, Listener] = {}
         self._ids = itertools.count()
@@ -235,7 +235,8 @@ class Engine:
         if self._speculation is None:
             return self._take(step, self.runner.decode([_row(row) for row in step.rows]), [[] for _ in step.rows])
         start = self._speculation.clock()
-        shape = len(step.rows), max(row.end for row in step.rows).bit_length()
+        most = max(Counter(row.sequence.replica for row in step.rows).values())
+        shape = most, max(row.end for row in step.rows).bit_length()
         before = sum(len(row.sequence.token_ids) for row in step.rows)
         drafts_now = self._speculation.wants(shape) and any(row.num_drafts for row in step.rows)
         drafts = self._draft(step.rows) if drafts_now else [[] for _ in step.rows]
@@ -334,7 +335,7 @@ class Engine:
 def _row(row: ScheduledRow[GenerationSequence], drafts: Sequence[int] = ()) -> Row:
     sequence = row.sequence
     tokens = [*sequence.token_ids[row.start : row.end], *drafts]
-    return Row(tokens, row.start, sequence.block_table, sequence.hidden_of(row.start - 1))
+    return Row(tokens, row.start, sequence.block_table, sequence.hidden_of(row.start - 1), sequence.replica)
 
 
 def _logits_of(due: Sequence[_Due], place: int, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

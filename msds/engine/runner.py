@@ -1,6 +1,6 @@
 """The device side of the engine: the cache, the compiled steps, and one call per scheduled batch.
 
-S sequences, Q new tokens per sequence, N logit rows per sequence, V vocabulary, D hidden, k draft tokens.
+S sequences, Q new tokens per sequence, N logit rows per sequence, V vocabulary, D hidden, k draft tokens, R replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, prev_hidden
+from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch, draft_slots, pick_rows, prev_hidden, stack_batches
 from msds_graphs.buckets import choose_bucket
 from msds_graphs.specs import ArraySpec
 from msds_graphs.trees import Tree
@@ -36,7 +36,8 @@ HEAD_ROWS = 64
 class StepResult:
     """logits [S, N, V] and hidden [S, Q, D] float32; is_finite [S, Q]: False where a token's hidden state overflowed.
 
-    Row i is new token i of its sequence, and rows after its last are padding; N is Q, or 1: the last token alone.
+    S are the rows of the step, in its order, of all replicas. Row i of a sequence is its new token i, and rows after
+    its last are padding; N is Q, or 1: the last token alone.
     """
 
     logits: npt.NDArray[np.float32]
@@ -49,6 +50,9 @@ class Runner:
 
     num_drafts: tokens that `draft` proposes, for a model loaded with MTP layers; every step then keeps their cache
     complete, whether anything is drafted or not. 0: there is no `draft`.
+
+    Where the model has several replicas, each has as many blocks, and buckets are of one of them. Every rank is given
+    the rows of all, computes those of its own replica, or padding, and has the results of all.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Runner:
         from msds_graphs.binding import bind, fresh_prefix
 
         self.model = model
+        self.num_replicas = model.plan.ranks.size("dp")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
@@ -90,9 +95,7 @@ class Runner:
         """[S, k] what may follow the one token of each row: its last, which the main model has not computed yet."""
         if self._draft is None:
             raise RuntimeError("this runner was made without drafts")
-        batch = self._batch(rows) | {"draft_slots": draft_slots(rows, self.num_drafts, self.block_size)}
-        drafts: npt.NDArray[np.int32] = self._call(self._draft, batch)["drafts"]
-        return drafts
+        return self._call(self._draft, rows)["drafts"]
 
     @property
     def num_compiled(self) -> int:
@@ -116,21 +119,15 @@ class Runner:
         """New weights in every compiled step, as `Model.update_weights`; between two steps."""
         self.model.update_weights(tree)
 
-    @property
-    def _batch_spec(self) -> dict[str, ArraySpec]:
-        if self.num_drafts == 0:
-            return BATCH_SPEC
-        return BATCH_SPEC | {"prev_hidden": ArraySpec(("S", self.model.config.hidden_size), "float32")}
-
     def _compile_pass(
         self, name: str, function: Any, buckets: Sequence[dict[str, int]], *, num_logits: int
     ) -> Compiled:
         config, plan, block_size = self.model.config, self.model.plan, self.block_size
 
-        def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+        def run(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return function(params, cache, batch, config, plan, num_logits, block_size)
 
-        return self._compile(name, step, buckets, outputs=LAST_TOKEN if num_logits else EVERY_TOKEN)
+        return self._compile(name, run, buckets, outputs=LAST_TOKEN if num_logits else EVERY_TOKEN)
 
     def _compile_draft(self, buckets: Sequence[dict[str, int]]) -> Compiled | None:
         count = self.num_drafts
@@ -139,34 +136,47 @@ class Runner:
         config, plan, block_size, vocab = self.model.config, self.model.plan, self.block_size, self.model.allowed_vocab
         function = self.model.functions.draft
 
-        def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+        def run(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
             return function(params, cache, batch, config, plan, count, vocab, block_size)
 
-        slots = {"draft_slots": ArraySpec(("S", count), "int32")}
-        return self._compile("draft", step, buckets, outputs={"drafts": ("S", None)}, more=slots)
+        return self._compile("draft", run, buckets, outputs={"drafts": ("S", None)})
 
     def _compile(
         self,
         name: str,
-        step: Any,
+        run: Any,
         buckets: Sequence[dict[str, int]],
         *,
-        outputs: Any,
-        more: Mapping[str, ArraySpec] | None = None,
+        outputs: Mapping[str, tuple[str | None, ...]],
     ) -> Compiled:
-        """A step over the cache; more: what it takes beside the batch of every step."""
+        """A step over the cache, of one replica, for all of them; outputs: their axes."""
+        from msds.models.replicas import of_all_replicas, own_part
         from msds_graphs.compile import compile
 
+        ranks, lead = self.model.plan.ranks, () if self.num_replicas == 1 else (self.num_replicas,)
+
+        def step(params, cache, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
+            found, cache = run(params, cache, own_part(batch, ranks))
+            return of_all_replicas(found, ranks), cache
+
+        specs = self._batch_spec(name)
         return compile(
             step,
             bound=self.model.params,
             donated=self.cache,
-            batch={**self._batch_spec, **(more or {})},
+            batch={leaf: ArraySpec((*lead, *spec.shape), spec.dtype) for leaf, spec in specs.items()},
             buckets=buckets,
-            outputs=outputs,
+            outputs={leaf: (*(None for _ in lead), *axes) for leaf, axes in outputs.items()},
             name=name,
             in_place=self.model.plan.implementation("cache_write") != "reference",
         )
+
+    def _batch_spec(self, name: str) -> dict[str, ArraySpec]:
+        """What a step of one replica takes."""
+        if self.num_drafts == 0:
+            return BATCH_SPEC
+        specs = BATCH_SPEC | {"prev_hidden": ArraySpec(("S", self.model.config.hidden_size), "float32")}
+        return specs | {"draft_slots": ArraySpec(("S", self.num_drafts), "int32")} if name == "draft" else specs
 
     def _compile_head(self) -> Compiled:
         from msds_graphs.compile import compile
@@ -197,26 +207,40 @@ class Runner:
             logits[index, len(row.tokens) - 1] = result.logits[index, 0]
         return StepResult(logits, result.hidden, result.is_finite)
 
-    def _batch(self, rows: Sequence[Row]) -> Batch:
+    def _run(self, step: Compiled, rows: Sequence[Row]) -> StepResult:
+        outputs = self._call(step, rows)
+        return StepResult(outputs["logits"], outputs["hidden"], outputs["is_finite"])
+
+    def _call(self, step: Compiled, rows: Sequence[Row]) -> dict[str, npt.NDArray[Any]]:
+        """What a step over the cache gives for each row."""
+        outputs: dict[str, npt.NDArray[Any]]
+        if self.num_replicas == 1:
+            outputs = self._compute(step, self._batch(step.name, rows))
+            return outputs
+        parts = [[row for row in rows if row.replica == index] for index in range(self.num_replicas)]
+        outputs = self._compute(step, stack_batches([self._batch(step.name, part) if part else None for part in parts]))
+        return {name: pick_rows(array, rows) for name, array in outputs.items()}
+
+    def _batch(self, name: str, rows: Sequence[Row]) -> Batch:
+        """The batch of one replica for a step."""
         batch = build_batch(
             rows,
             block_size=self.block_size,
             num_cache_blocks=self.num_blocks,
             vocab_size=self.model.config.vocab_size,
         )
-        if self.num_drafts == 0:
-            return batch
-        return batch | {"prev_hidden": prev_hidden(rows, self.model.config.hidden_size)}
+        if self.num_drafts:
+            batch["prev_hidden"] = prev_hidden(rows, self.model.config.hidden_size)
+        if name == "draft":
+            batch["draft_slots"] = draft_slots(rows, self.num_drafts, self.block_size)
+        return batch
 
-    def _run(self, step: Compiled, rows: Sequence[Row]) -> StepResult:
-        outputs = self._call(step, self._batch(rows))
-        return StepResult(outputs["logits"], outputs["hidden"], outputs["is_finite"])
-
-    def _call(self, step: Compiled, batch: Batch) -> Any:
+    def _compute(self, step: Compiled, batch: Batch) -> Any:
         """Run a step; say so when it must be compiled first, because that takes seconds."""
         if len(step.compiled_buckets) == len(step.buckets):
             return step(batch)
-        dims = {"S": len(batch["tokens"]), "Q": batch["tokens"].shape[1], "B": batch["block_tables"].shape[1]}
+        (sequences, queries), blocks = batch["tokens"].shape[-2:], batch["block_tables"].shape[-1]
+        dims = {"S": sequences, "Q": queries, "B": blocks}
         bucket = choose_bucket(step.buckets, dims)
         if bucket in step.compiled_buckets:
             return step(batch)

@@ -26,13 +26,15 @@ class QueueFullError(MsdsError):
 class Schedulable(Protocol):
     """A sequence as the scheduler sees it.
 
-    The scheduler alone writes the three plain attributes: `num_computed`, tokens whose cache entries are written,
-    always fewer than there are tokens; `block_table`, blocks that hold them; `num_cached_tokens`, how many prompt
-    tokens the prefix cache had when the sequence first started, which preemption does not change.
+    The scheduler alone writes the four plain attributes: `num_computed`, tokens whose cache entries are written,
+    always fewer than there are tokens; `block_table`, blocks that hold them; `replica`, in whose cache these are;
+    `num_cached_tokens`, how many prompt tokens the prefix cache had when the sequence first started, which preemption
+    does not change.
     """
 
     num_computed: int
     block_table: list[int]
+    replica: int
     num_cached_tokens: int
 
     @property
@@ -79,10 +81,10 @@ S = TypeVar("S", bound=Schedulable)
 class SchedulerPolicy:
     """How the scheduler decides.
 
-    max_num_seqs: sequences that hold blocks at the same time. chunk_sizes: token counts that a chunk of one sequence
-    may be padded to. shared: which chunks of several sequences may be one prefill step, None for none. max_waiting:
-    bound of the queue, None for no bound. max_overtakes: how many sequences may start before the one that has waited
-    longest. max_preemptions: how often a sequence gives up its blocks to others before it is protected.
+    max_num_seqs: sequences of one replica that hold blocks at the same time. chunk_sizes: token counts that a chunk of
+    one sequence may be padded to. shared: which chunks of several sequences may be one prefill step, None for none.
+    max_waiting: bound of the queue, None for no bound. max_overtakes: how many sequences may start before the one that
+    has waited longest. max_preemptions: how often a sequence gives up its blocks to others before it is protected.
     prefix_cache: whether blocks of earlier sequences are used again.
     """
 
@@ -136,7 +138,7 @@ class ScheduledRow(Generic[S]):
 
 @dataclass(frozen=True)
 class PrefillStep(Generic[S]):
-    """A chunk of one sequence, or short chunks of several: the first is that of the one whose turn it was."""
+    """A chunk of one sequence per replica, or short chunks of several: the first is of the one whose turn it was."""
 
     rows: tuple[ScheduledRow[S], ...]
 

@@ -96,7 +96,7 @@ class RequestInfo:
 class GenerationSequence:
     """The state of one answer between steps; satisfies `schedule_types.Schedulable`.
 
-    token_ids: prompt, then output. num_computed, block_table, num_cached_tokens are the scheduler's.
+    token_ids: prompt, then output. num_computed, block_table, replica, num_cached_tokens are the scheduler's.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class GenerationSequence:
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.block_table: list[int] = []
+        self.replica = 0
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = []

@@ -266,12 +266,13 @@ def _cached_step(
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
         x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
         pages, states = (*pages, page), (*states, x)
-    out = traced(outputs(params, params["norm"], x, batch, num_logits, config, plan.ranks), states, batch, trace)
     ahead = cache["mtp"]
     if "prev_hidden" in batch:
         hidden = final_hidden(params["norm"], x, batch, config)
-        tokens = after(batch["tokens"], out["logits"], plan.ranks)
+        tokens = after(batch["tokens"], x, plan.ranks)
         ahead = _write_mtp_entries(params, ahead, batch, tokens, hidden, shared["rope"], config, plan)
+        x = after(x, ahead[0]["latent"], plan.ranks)  # logits come of every collective
+    out = traced(outputs(params, params["norm"], x, batch, num_logits, config, plan.ranks), states, batch, trace)
     return out, {"layers": pages, "mtp": ahead}
 
 

@@ -53,18 +53,17 @@ class Rule:
 def rules(demand: Demand, plan: ShardPlan, step: str, bucket: Mapping[str, int]) -> tuple[Rule, ...]:
     """The collectives of a step, those of groups of one rank included; OptionError for a step without rules."""
     if step == "draft":
-        return tuple(
-            rule
-            for _ in range(demand.mtp)
-            for rule in _pass(demand, plan, bucket, ("mtp.0",), rows=1, with_entries=False)
-        )
+        passes = [_pass(demand, plan, bucket, ("mtp.0",), rows=1, with_entries=False) for _ in range(demand.mtp)]
+        drafts = _result(plan, "drafts", "int32", (bucket["S"], demand.mtp))
+        return (*(rule for one in passes for rule in one), drafts)
     if step not in STEPS:
         raise OptionError(f"step {step!r} has no rules of communication: write them in {__name__}")
     if step == "head":
         return (_logits(demand, plan, bucket["T"]),)
     layers = tuple(f"layers.{index}" for index in range(demand.config.num_hidden_layers))
     rows = 1 if step == "prefill" else bucket["Q"]
-    return tuple(_pass(demand, plan, bucket, layers, rows=rows, with_entries=demand.mtp > 0))
+    passed = _pass(demand, plan, bucket, layers, rows=rows, with_entries=demand.mtp > 0)
+    return (*passed, *_results(demand, plan, bucket, rows))
 
 
 def dense_rules(
@@ -92,6 +91,20 @@ def _pass(
     if experts:
         yield from _expert_rules(demand, plan, bucket, experts)
     yield _logits(demand, plan, bucket["S"] * min(rows, bucket["Q"]))
+
+
+def _results(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], rows: int) -> Iterator[Rule]:
+    """What a step gives for each replica; rank 0 samples for all."""
+    config, tokens = demand.config, (bucket["S"], bucket["Q"])
+    logits = (bucket["S"], min(rows, bucket["Q"]), config.vocab_size)
+    yield _result(plan, "logits of replicas", "float32", logits)
+    yield _result(plan, "states of replicas", demand.dtype, (*tokens, config.hidden_size))
+    yield _result(plan, "whether they are finite", "int8", tokens)
+
+
+def _result(plan: ShardPlan, what: str, dtype: str, shape: tuple[int, ...]) -> Rule:
+    whole = (plan.dp, *shape)
+    return Rule(what=what, kind="all_gather", axis="dp", dtype=dtype, shape=(1, *shape), result=whole, places=ENDS)
 
 
 def _logits(demand: Demand, plan: ShardPlan, rows: int) -> Rule:

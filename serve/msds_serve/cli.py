@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 ENGINE_OPTIONS = (
     "max_model_len",
+    "max_num_seqs",
     "memory_fraction",
     "block_size",
     "threads",
@@ -117,6 +118,7 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
     engine.add_argument("--memory-fraction", metavar="F", type=float, help="of the free memory; default 0.8")
     engine.add_argument("--block-size", metavar="N", type=int, help="tokens per cache block; default 16")
+    engine.add_argument("--max-num-seqs", metavar="N", type=int, help="answers decoded together; default 8")
     engine.add_argument("--threads", metavar="N", type=int, help="cores to use; default all")
     engine.add_argument("--dtype", help="auto (default) or float32")
     engine.add_argument(
@@ -155,7 +157,6 @@ def _add_serve(commands: Any) -> None:
         action="append",
         help="web origin that may call; may be repeated; default none",
     )
-    command.add_argument("--max-num-seqs", metavar="N", type=int, help="answers decoded together; default 8")
     command.add_argument("--max-waiting", metavar="N", type=int, default=256, help="answers that may wait; default 256")
     command.add_argument("--max-body-bytes", metavar="N", type=int, help="default 8 MiB")
     command.add_argument("--request-timeout", metavar="SECONDS", type=float, help="default 600; 0 for none")
@@ -198,7 +199,7 @@ def _generate(options: argparse.Namespace) -> int:
 
         check_single(options, "--mesh")
         return generate_with(LLM(options.model, progress=False if options.json else None, **engine), options)
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model)
+    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
     arguments = {
         "path": options.model,
         "plan": plan,
@@ -232,7 +233,7 @@ def generate_with(llm: LLM, options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    engine = (*ENGINE_OPTIONS, "max_num_seqs", "max_waiting")
+    engine = (*ENGINE_OPTIONS, "max_waiting")
     service = given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
     if service.get("request_timeout") == 0:
         service["request_timeout"] = None
@@ -258,7 +259,7 @@ def _serve(options: argparse.Namespace) -> int:
         return EXIT_OK
     from msds_serve.run import checked_options
 
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model)
+    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
     drain = checked_options(options.port, arguments["service"]).drain_seconds
     timeout = step_timeout(options)
     per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}

@@ -114,16 +114,24 @@ def test_many_faults_are_cut_short(jobs):
 
 
 def test_rules_by_hand(tmp_path):
-    """Two sums per layer, one of the embedding, one gather of logits; with replicas three more per MoE layer."""
+    """Two sums per layer, one of the embedding, one gather of logits; with replicas three more per MoE layer, and one
+    of each result."""
     job = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2.ep4", mtp=0)
-    kinds = [(call.kind, call.shape) for call in made_report(job, 0).steps[0].collectives]
+    calls = made_report(job, 0).steps[0].collectives
+    kinds = [(call.kind, call.shape) for call in calls]
     bucket = job.buckets("prefill")[0]
     tokens = bucket["S"] * bucket["Q"]
     assert kinds.count(("all_reduce", (tokens, 64))) == 1 + 2 * 3
     assert kinds.count(("all_gather", (tokens, 64))) == kinds.count(("reduce_scatter", (2 * tokens, 64))) == 2
     assert kinds.count(("all_gather", (tokens, 6))) == 2
     assert kinds.count(("all_gather", (256, bucket["S"]))) == 1
-    assert len(kinds) == 1 + 6 + 6 + 1
+    assert len(kinds) == 1 + 6 + 6 + 1 + 3
+    shape, vocab = (bucket["S"], bucket["Q"]), job.demand.config.vocab_size
+    assert [(call.dtype, call.shape, call.result) for call in calls[-3:]] == [
+        ("float32", (1, bucket["S"], 1, vocab), (2, bucket["S"], 1, vocab)),
+        ("bfloat16", (1, *shape, 64), (2, *shape, 64)),
+        ("int8", (1, *shape), (2, *shape)),
+    ]
 
 
 def test_rules_of_a_dense_family(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,16 @@ class DraftingRunner(FakeRunner):
     """
 
     def __init__(
-        self, num_blocks: int, num_drafts: int, texts: list[list[int]] | None = None, wrong: float = 0
+        self,
+        num_blocks: int,
+        num_drafts: int,
+        texts: list[list[int]] | None = None,
+        wrong: float = 0,
+        num_replicas: int = 1,
     ) -> None:
-        super().__init__(num_blocks)
+        super().__init__(num_blocks, num_replicas)
         self.num_drafts, self.texts, self.wrong = num_drafts, texts or [], wrong
-        self.entries = np.full(num_blocks * BLOCK_SIZE, STALE)
+        self.entries = np.full(len(self.slots), STALE)
         self.num_rows: list[int] = []
 
     def prefill(self, rows: Any, *, all_logits: bool = False) -> StepResult:
@@ -55,7 +61,7 @@ class DraftingRunner(FakeRunner):
 
     def decode(self, rows: Any) -> StepResult:
         """As a model would: every row of logits sees the tokens up to its own, drafts included."""
-        assert 1 <= len(rows) <= MAX_SEQS
+        assert 1 <= max(Counter(row.replica for row in rows).values()) <= MAX_SEQS
         assert all(len(row.tokens) <= 1 + self.num_drafts for row in rows)
         self.kinds.append("decode")
         vocab = test_engine.VOCAB
@@ -82,10 +88,11 @@ class DraftingRunner(FakeRunner):
             assert row.prev_hidden is not None
             text = [*self._context(row), row.tokens[0]]
             self._check_state(row, text)
-            slots = self._slots(row.block_table, row.start)
+            slots = self._slots(row, row.start)
             for place in range(1, row.start):  # what attention reads of the tokens before
                 assert self.entries[slots[place]] in (0.0, state_of(text[:place])), "a stale MTP entry is read"
-            self.entries[draft_slots([row], self.num_drafts, BLOCK_SIZE)[0]] = STALE
+            base = row.replica * self.num_blocks * BLOCK_SIZE
+            self.entries[base + draft_slots([row], self.num_drafts, BLOCK_SIZE)[0]] = STALE
             out[index] = self._drafts(text)
         return out
 
@@ -100,7 +107,7 @@ class DraftingRunner(FakeRunner):
         for row in rows:
             text = self._context(row)
             self._check_state(row, text)
-            slots = self._slots(row.block_table, row.context_len)
+            slots = self._slots(row, row.context_len)
             state = 0.0 if row.prev_hidden is None else float(row.prev_hidden[0])
             for place, token in enumerate(row.tokens, start=row.start):
                 self.entries[slots[place]] = state
@@ -121,12 +128,13 @@ class DraftingRunner(FakeRunner):
 
     def _context(self, row: Any) -> list[int]:
         """The tokens before a row, as the cache has them."""
-        tokens: list[int] = self.slots[self._slots(row.block_table, row.start)].tolist()
+        tokens: list[int] = self.slots[self._slots(row, row.start)].tolist()
         return tokens
 
-    def _slots(self, table: Any, count: int) -> np.ndarray[Any, Any]:
-        places = np.arange(count)
-        slots: np.ndarray[Any, Any] = np.asarray(table)[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    def _slots(self, row: Any, count: int) -> np.ndarray[Any, Any]:
+        """Where the first tokens of a row's text are, in the caches of all replicas."""
+        places, table = np.arange(count), row.replica * self.num_blocks + np.asarray(row.block_table)
+        slots: np.ndarray[Any, Any] = table[places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
         return slots
 
 

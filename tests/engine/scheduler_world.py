@@ -8,6 +8,7 @@ finds leaks, aliases, writes to shared blocks and stale reuse, whatever causes t
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 from msds.engine.block_pool import BlockPool
@@ -32,6 +33,7 @@ class FakeSequence:
     num_computed: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    replica: int = 0
     num_prompt: int = 0
 
     def __post_init__(self) -> None:
@@ -43,15 +45,19 @@ class FakeSequence:
 
 
 class World:
-    """Sequences, the scheduler under test, and the slots of the device."""
+    """Sequences, the scheduler under test, and the slots of the device, or of one device per replica.
 
-    def __init__(self, policy: SchedulerPolicy, *, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.scheduler: Scheduler[FakeSequence] = Scheduler(self.pool, policy)
+    pools: of all replicas; pool: the first, which is as large as the others.
+    """
+
+    def __init__(self, policy: SchedulerPolicy, *, num_blocks: int, block_size: int, num_replicas: int = 1) -> None:
+        self.pools = [BlockPool(num_blocks, block_size) for _ in range(num_replicas)]
+        self.pool = self.pools[0]
+        self.scheduler: Scheduler[FakeSequence] = Scheduler(self.pools, policy)
         self.policy = policy
         self.live: dict[int, FakeSequence] = {}
         self.zombies: list[FakeSequence] = []  # aborted while a step is out: their blocks are written until it ends
-        self.slots: dict[int, tuple[object, ...]] = {}
+        self.slots: dict[tuple[int, int], tuple[object, ...]] = {}
         self.weights = 0
         self.step: Step[FakeSequence] | None = None
         self.num_added = 0
@@ -71,9 +77,9 @@ class World:
         """What the slot of token `length - 1` has to hold."""
         return (self.weights, sequence.cache_salt, *sequence.token_ids[:length])
 
-    def slot(self, sequence: FakeSequence, position: int) -> int:
+    def slot(self, sequence: FakeSequence, position: int) -> tuple[int, int]:
         size = self.pool.block_size
-        return sequence.block_table[position // size] * size + position % size
+        return sequence.replica, sequence.block_table[position // size] * size + position % size
 
     def schedule(self) -> Step[FakeSequence] | None:
         """The next step, checked against what its rows and the device say."""
@@ -84,8 +90,10 @@ class World:
             assert not self.live, "there is work, but no step"
             return None
         rows = self.step.rows
-        assert len({row.sequence.id for row in rows}) == len(rows) <= self.policy.max_num_seqs
-        assert sum(bool(s.block_table) for s in self.live.values()) <= self.policy.max_num_seqs
+        assert len({row.sequence.id for row in rows}) == len(rows)
+        for replica in range(len(self.pools)):
+            running = [s for s in self.live.values() if s.block_table and s.replica == replica]
+            assert len(running) <= self.policy.max_num_seqs
         for row in rows:
             self._check_row(row.sequence, row.start, row.num_tokens, row.num_drafts)
             assert row.samples == (row.end == len(row.sequence.token_ids))
@@ -111,17 +119,17 @@ class World:
         for position in range(start):
             assert self.slots.get(self.slot(sequence, position)) == self.content(sequence, position + 1)
         for position in range(start, start + num_tokens + num_drafts):
-            block = sequence.block_table[position // self.pool.block_size]
-            assert self.pool.references(block) == 1, f"position {position} is written to a shared block"
-            assert not self.pool.is_kept(block), f"position {position} is written to a block kept for reuse"
+            pool = self.pools[sequence.replica]
+            block = sequence.block_table[position // pool.block_size]
+            assert pool.references(block) == 1, f"position {position} is written to a shared block"
+            assert not pool.is_kept(block), f"position {position} is written to a block kept for reuse"
 
     def _check_kind(self, decoding: set[int]) -> None:
         """Prefill steps keep to their budget and never follow each other while someone, of `decoding`, could decode."""
         if isinstance(self.step, PrefillStep):
             assert all(self.is_in_prefill(row.sequence) for row in self.step.rows)
             assert all(row.num_tokens <= self.policy.max_chunk for row in self.step.rows)
-            if len(self.step.rows) > 1:
-                self._check_shared(self.step)
+            self._check_shared(self.step)
             self.prefills_while_decoding = self.prefills_while_decoding + 1 if decoding else 0
             assert self.prefills_while_decoding <= 1
             return
@@ -133,11 +141,14 @@ class World:
         assert {row.sequence.id for row in self.step.rows} == set(self._decoding()), "one could decode and was left out"
 
     def _check_shared(self, step: PrefillStep[FakeSequence]) -> None:
-        """Several chunks are one step only as the policy allows."""
+        """Several chunks of one replica are in a step only as the policy allows, and then all of it is short."""
         shared = self.policy.shared
+        most = max(Counter(row.sequence.replica for row in step.rows).values())
+        if most == 1:
+            return
         assert shared is not None
         self.num_shared += 1
-        assert len(step.rows) <= max(shared.rows)
+        assert most <= max(shared.rows)
         assert all(row.num_tokens <= shared.tokens and row.end <= shared.context for row in step.rows)
 
     def run(self, accept: random.Random | None = None, *, tokens: int = 2) -> None:
@@ -219,12 +230,16 @@ class World:
 
     def check(self) -> None:
         """Blocks add up, and references are exactly those of the tables."""
-        pool, stats = self.pool, self.scheduler.stats
-        held = [block for sequence in (*self.live.values(), *self.zombies) for block in sequence.block_table]
-        assert all(pool.references(block) == held.count(block) for block in range(pool.num_blocks))
-        assert pool.references(0) == 0
-        assert stats.free_blocks + stats.referenced_blocks + stats.cached_blocks == pool.num_blocks - 1
-        assert stats.referenced_blocks == len(set(held))
+        stats, referenced = self.scheduler.stats, 0
+        for replica, pool in enumerate(self.pools):
+            tables = [s.block_table for s in (*self.live.values(), *self.zombies) if s.replica == replica]
+            held = Counter(block for table in tables for block in table)
+            assert all(pool.references(block) == held[block] for block in range(pool.num_blocks))
+            assert pool.references(0) == 0
+            referenced += len(held)
+        usable = sum(pool.num_usable for pool in self.pools)
+        assert stats.free_blocks + stats.referenced_blocks + stats.cached_blocks == usable
+        assert stats.referenced_blocks == referenced
         running = sum(bool(sequence.block_table) for sequence in self.live.values())
         assert (stats.running, stats.waiting) == (running, len(self.live) - running)
         assert self.scheduler.has_work == bool(self.live)
@@ -251,13 +266,14 @@ class World:
             steps += 1
             assert steps <= limit, "nothing new arrives, and still it does not end"
         assert not self.live
-        assert self.pool.num_available == self.pool.num_usable
+        assert all(pool.num_available == pool.num_usable for pool in self.pools)
         return steps
 
 
-def make_world(*, num_blocks: int = 65, block_size: int = 4, **policy: object) -> World:
+def make_world(*, num_blocks: int = 65, block_size: int = 4, num_replicas: int = 1, **policy: object) -> World:
     policy = {"max_num_seqs": 8, "chunk_sizes": (8,)} | policy
-    return World(SchedulerPolicy(**policy), num_blocks=num_blocks, block_size=block_size)  # type: ignore[arg-type]
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_replicas": num_replicas}
+    return World(SchedulerPolicy(**policy), **sizes)  # type: ignore[arg-type]
 
 
 def distinct(length: int, start: int = 100) -> list[int]:

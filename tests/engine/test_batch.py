@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msds.engine.batch import BATCH_SPEC, Row, build_batch
+from msds.engine.batch import BATCH_SPEC, Row, build_batch, pick_rows, stack_batches
 
 LIMITS = {"block_size": 4, "num_cache_blocks": 10, "vocab_size": 100}
 
@@ -68,3 +68,40 @@ def test_an_index_out_of_range_never_reaches_a_graph(row: Row, message: str) -> 
     with pytest.raises(RuntimeError, match=message):
         build_batch([Row([1], 0, [4]), row], **LIMITS)
     assert build_batch([Row([1], 0, [4])], **LIMITS)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=8)
+
+
+@given(ROWS)
+def test_replicas_are_stacked_and_padded_by_zeros(rows: list[tuple[int, int]]) -> None:
+    """Each part is what its own rows give; what is beyond them, and replicas without rows, is padding."""
+    parts = [[Row([7] * length, 2, [1, 2], replica=r) for of, length in rows if of == r] for r in range(4)]
+    alone = [build_batch(part, **LIMITS) if part else None for part in parts]
+    stacked = stack_batches(alone)
+    for name, whole in stacked.items():
+        assert whole.dtype == np.int32
+        for part, batch in zip(whole, alone, strict=True):
+            if batch is not None:
+                corner = tuple(map(slice, batch[name].shape))
+                np.testing.assert_array_equal(part[corner], batch[name])
+                part[corner] = 0
+            assert not part.any()
+    assert stacked["tokens"].shape[1:] == (max(map(len, parts)), max(length for _, length in rows))
+
+
+@given(ROWS)
+def test_rows_find_their_results_in_any_order(rows: list[tuple[int, int]]) -> None:
+    results = np.full((4, 8, 2), -1)
+    of = [0] * 4
+    for index, (replica, _) in enumerate(rows):
+        results[replica, of[replica]] = index
+        of[replica] += 1
+    picked = pick_rows(results, [Row([1], 0, [1], replica=replica) for replica, _ in rows])
+    np.testing.assert_array_equal(picked, np.repeat(np.arange(len(rows))[:, None], 2, 1))
+
+
+def test_results_without_padding_are_not_copied() -> None:
+    results = np.zeros((2, 3, 4))
+    rows = [Row([1], 0, [1], replica=replica) for replica in (0, 0, 0, 1, 1, 1)]
+    assert np.shares_memory(pick_rows(results, rows), results)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,22 +32,23 @@ def logits_after(tokens: list[int]) -> np.ndarray[Any, Any]:
 
 
 def check_prefill(rows: Any) -> None:
-    """A chunk of one sequence, or several as `SHARED` allows."""
-    if len(rows) == 1:
-        assert len(rows[0].tokens) <= CHUNK
+    """A chunk of one sequence of each replica, or several as `SHARED` allows."""
+    most = max(Counter(row.replica for row in rows).values())
+    if most == 1:
+        assert all(len(row.tokens) <= CHUNK for row in rows)
         return
-    assert len(rows) <= max(SHARED.rows)
+    assert most <= max(SHARED.rows)
     assert all(len(row.tokens) <= SHARED.tokens and row.context_len <= SHARED.context for row in rows)
 
 
 class FakeRunner:
-    """A cache of token ids. A row whose context was not cached by earlier steps of the same text fails the test."""
+    """A cache of token ids per replica. A row whose context was not cached by earlier steps of its text fails."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, BLOCK_SIZE
+    def __init__(self, num_blocks: int, num_replicas: int = 1) -> None:
+        self.num_blocks, self.block_size, self.num_replicas = num_blocks, BLOCK_SIZE, num_replicas
         config = SimpleNamespace(vocab_size=VOCAB)
         self.model = SimpleNamespace(config=config, eos_token_ids=frozenset({EOS}), tokenizer=None, allowed_vocab=VOCAB)
-        self.slots = np.full(num_blocks * BLOCK_SIZE, -1)
+        self.slots = np.full(num_replicas * num_blocks * BLOCK_SIZE, -1)
         self.kinds: list[str] = []
         self.num_shared = 0
 
@@ -57,7 +59,7 @@ class FakeRunner:
         return self._step(rows, all_logits)
 
     def decode(self, rows: Any) -> StepResult:
-        assert 1 <= len(rows) <= MAX_SEQS
+        assert 1 <= max(Counter(row.replica for row in rows).values()) <= MAX_SEQS
         assert all(len(row.tokens) == 1 for row in rows)
         self.kinds.append("decode")
         return self._step(rows, False)
@@ -68,8 +70,9 @@ class FakeRunner:
         most = batch["tokens"].shape[1] if all_logits else 1
         logits = np.full((len(rows), most, VOCAB), np.nan, np.float32)  # what is padding must not be looked at
         for index, row in enumerate(rows):
-            self.slots[batch["slot_mapping"][index, : len(row.tokens)]] = row.tokens
-            table = batch["block_tables"][index]
+            base = row.replica * self.num_blocks
+            self.slots[base * BLOCK_SIZE + batch["slot_mapping"][index, : len(row.tokens)]] = row.tokens
+            table = base + batch["block_tables"][index]
             context = [
                 int(self.slots[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE]) for p in range(row.context_len)
             ]
@@ -84,10 +87,12 @@ class FakeRunner:
         return StepResult(logits, hidden, is_finite)
 
     def _check_writes(self, rows: Any, batch: Any) -> None:
-        written = [int(block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))]
+        written = [
+            (row.replica, block) for index, row in enumerate(rows) for block in set(self._blocks(batch, index, row))
+        ]
         assert len(set(written)) == len(written), "two sequences write one block"
         for index, row in enumerate(rows):
-            for other in rows[:index] + rows[index + 1 :]:
+            for other in (other for other in rows[:index] + rows[index + 1 :] if other.replica == row.replica):
                 assert not set(self._blocks(batch, index, row)) & set(other.block_table), "a shared block is written"
 
     def _blocks(self, batch: Any, index: int, row: Any) -> list[int]:
@@ -114,9 +119,10 @@ class Case:
         *,
         max_model_len: int,
         runner: FakeRunner | None = None,
+        num_replicas: int = 1,
         shared: SharedPrefill | None = SHARED,
     ) -> None:
-        self.runner = runner or FakeRunner(num_blocks)
+        self.runner = runner or FakeRunner(num_blocks, num_replicas)
         policy = SchedulerPolicy(max_num_seqs=MAX_SEQS, chunk_sizes=(2, CHUNK), shared=shared)
         self.engine = Engine(self.runner, max_model_len=max_model_len, policy=policy)  # type: ignore[arg-type]
         self.outputs: list[Output] = []
@@ -138,7 +144,7 @@ class Case:
         stats = self.engine.stats
         assert not self.engine.has_work
         assert (stats.referenced_blocks, stats.running, stats.waiting) == (0, 0, 0)
-        assert stats.free_blocks + stats.cached_blocks == self.runner.num_blocks - 1
+        assert stats.free_blocks + stats.cached_blocks == self.runner.num_replicas * (self.runner.num_blocks - 1)
 
 
 PROMPTS = st.lists(
@@ -146,12 +152,12 @@ PROMPTS = st.lists(
 )
 
 
-@given(requests=PROMPTS, spare=st.integers(0, 20))
-def test_any_requests_in_any_cache_that_can_hold_the_largest(requests: Any, spare: int) -> None:
+@given(requests=PROMPTS, spare=st.integers(0, 20), num_replicas=st.sampled_from([1, 1, 2, 3]))
+def test_any_requests_in_any_cache_that_can_hold_the_largest(requests: Any, spare: int, num_replicas: int) -> None:
     """Each answer is that of its prompt alone, whoever shares the steps, the prefixes and the cache; in the end no
     block is held. Small caches preempt, equal prompts hit the prefix cache."""
     largest = max(-(-(len(prompt) + max_tokens) // BLOCK_SIZE) for prompt, max_tokens in requests)
-    case = Case(1 + largest + spare, max_model_len=28)
+    case = Case(1 + largest + spare, max_model_len=28, num_replicas=num_replicas)
     for index, (prompt, max_tokens) in enumerate(requests):
         case.add(prompt, index, max_tokens=max_tokens)
     outputs = case.run()

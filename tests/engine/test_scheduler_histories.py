@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,7 +15,7 @@ from msds.errors import OptionError
 from tests.engine.scheduler_world import FakeSequence, World
 
 
-def random_world(rng: random.Random) -> World:
+def random_world(rng: random.Random, num_replicas: int = 1) -> World:
     policy = SchedulerPolicy(
         max_num_seqs=rng.randint(1, 4),
         chunk_sizes=rng.choice([(1,), (3,), (2, 5), (4, 16)]),
@@ -23,7 +24,8 @@ def random_world(rng: random.Random) -> World:
         max_overtakes=rng.choice([0, 1, 4]),
         max_preemptions=rng.choice([0, 1, 2]),
     )
-    return World(policy, num_blocks=rng.randint(3, 12), block_size=rng.choice([1, 2, 4]))
+    sizes = {"num_blocks": rng.randint(3, 12), "block_size": rng.choice([1, 2, 4])}
+    return World(policy, num_replicas=num_replicas, **sizes)
 
 
 def add_random(world: World, rng: random.Random) -> None:
@@ -82,11 +84,12 @@ def act(world: World, rng: random.Random) -> None:
         world.update_weights()
 
 
-def test_random_histories_stay_consistent_and_end() -> None:
+@pytest.mark.parametrize(("seeds", "num_replicas"), [(range(3000), 1), (range(3000, 3800), 2), (range(3800, 4200), 3)])
+def test_random_histories_stay_consistent_and_end(seeds: range, num_replicas: int) -> None:
     num_hit = num_preempted = num_shared = 0
-    for seed in range(3000):
+    for seed in seeds:
         rng = random.Random(seed)
-        world = random_world(rng)
+        world = random_world(rng, num_replicas)
         for _ in range(rng.randint(10, 120)):
             act(world, rng)
         if world.step is not None:
@@ -95,9 +98,10 @@ def test_random_histories_stay_consistent_and_end() -> None:
         num_hit += world.scheduler.stats.prefix_tokens_hit
         num_preempted += world.scheduler.stats.preemptions
         num_shared += world.num_shared
-    assert num_hit > 5000, "the histories hardly ever hit the prefix cache: they prove nothing about it"
-    assert num_preempted > 500, "the histories hardly ever preempt: they prove nothing about it"
-    assert num_shared > 2000, "the histories hardly ever share prefill steps: they prove nothing about them"
+    share = len(seeds) / 3000 / num_replicas
+    assert num_hit > 5000 * share, "the histories hardly ever hit the prefix cache: they prove nothing about it"
+    assert num_preempted > 500 * share, "the histories hardly ever preempt: they prove nothing about it"
+    assert num_shared > 2000 * share, "the histories hardly ever share prefill steps: they prove nothing about them"
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -106,14 +110,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 9),
         block_size=st.sampled_from([1, 2, 4]),
+        num_replicas=st.integers(1, 3),
         max_num_seqs=st.integers(1, 4),
         chunk_sizes=st.sampled_from([(1,), (2, 5), (4, 16)]),
         shared=st.none() | st.builds(SharedPrefill, st.just((2, 4)), st.sampled_from([1, 4]), st.sampled_from([4, 30])),
         max_overtakes=st.integers(0, 3),
         max_preemptions=st.integers(0, 2),
     )
-    def start(self, num_blocks: int, block_size: int, **policy: object) -> None:
-        self.world = World(SchedulerPolicy(**policy), num_blocks=num_blocks, block_size=block_size)  # type: ignore[arg-type]
+    def start(self, num_blocks: int, block_size: int, num_replicas: int, **policy: object) -> None:
+        sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_replicas": num_replicas}
+        self.world = World(SchedulerPolicy(**policy), **sizes)  # type: ignore[arg-type]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),

@@ -46,9 +46,16 @@ def texts_of(requests: list[Request], outputs: list[Any]) -> list[list[int]]:
 
 
 def drafting(
-    requests: list[Request], outputs: list[Any], *, k: int, wrong: float, num_blocks: int = 200, max_model_len: int = 60
+    requests: list[Request],
+    outputs: list[Any],
+    *,
+    k: int,
+    wrong: float,
+    num_blocks: int = 200,
+    max_model_len: int = 60,
+    num_replicas: int = 1,
 ) -> DraftingCase:
-    runner = DraftingRunner(num_blocks, k, texts_of(requests, outputs), wrong)
+    runner = DraftingRunner(num_blocks, k, texts_of(requests, outputs), wrong, num_replicas)
     return DraftingCase(runner, max_model_len=max_model_len)
 
 
@@ -101,15 +108,22 @@ def seeded(params: dict[str, Any]) -> dict[str, Any]:
     spare=st.integers(0, 12),
     restarts=st.sets(st.integers(0, 25), max_size=2),
     aborted=st.none() | st.tuples(st.integers(0, 20), st.integers(0, 4)),
+    num_replicas=st.sampled_from([1, 1, 2]),
 )
 def test_any_requests_any_drafts_any_cache(
-    requests: list[Request], k: int, wrong: float, spare: int, restarts: set[int], aborted: tuple[int, int] | None
+    requests: list[Request],
+    k: int,
+    wrong: float,
+    spare: int,
+    restarts: set[int],
+    aborted: tuple[int, int] | None,
+    num_replicas: int,
 ) -> None:
     """All at once: sampling, penalties, ends, choices, company, prefix hits, chunks, preemption, recomputation after
     new weights, and an answer that is given up under way, which is then a beginning of the whole one."""
     want = plain(requests)
     largest = max(-(-(len(prompt) + params["max_tokens"]) // BLOCK_SIZE) for prompt, params in requests)
-    case = drafting(requests, want, k=k, wrong=wrong, num_blocks=1 + largest + spare)
+    case = drafting(requests, want, k=k, wrong=wrong, num_blocks=1 + largest + spare, num_replicas=num_replicas)
     sequences = [one for i, (prompt, params) in enumerate(requests) for one in case.add(prompt, i, **params)]
     steps = 0
     while case.engine.step():

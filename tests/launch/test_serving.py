@@ -1,4 +1,7 @@
-"""`msds serve --mesh cpu:2` in real processes: it answers as one process does, and a lost rank ends it by name."""
+"""`msds serve --mesh cpu:2` in real processes: it answers as one process does, and a lost rank ends it by name.
+
+The plan has two replicas, because that has most to go wrong; other plans on two processes: test_model.py.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,12 @@ class Served:
         answer: dict[str, Any] = response.json()
         return answer
 
+    def metric(self, name: str) -> float:
+        """A gauge or counter without labels."""
+        found = re.search(rf"^{name} (\S+)$", requests.get(f"{self.url}/metrics", timeout=120).text, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
 
 def _body(**fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "ignore_eos": True, **fields}
@@ -56,8 +66,8 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         port = probe.getsockname()[1]
     logs = tmp_path_factory.mktemp("logs")
     command = [sys.executable, "-m", "msds_serve", "serve", str(folder), "--port", str(port)]
-    command += ["--served-model-name", "tiny", "--mesh", "cpu:2", "--plan", "tp2", "--step-timeout", "120"]
-    command += ["--max-model-len", str(LENGTH), "--max-num-seqs", "2", "--rank-logs", str(logs)]
+    command += ["--served-model-name", "tiny", "--mesh", "cpu:2", "--plan", "dp2.ep2", "--step-timeout", "120"]
+    command += ["--max-model-len", str(LENGTH), "--max-num-seqs", "4", "--rank-logs", str(logs)]
     with (logs / "parent.log").open("w") as errors:
         process = subprocess.Popen(command, cwd=logs, stderr=errors, text=True)
     try:
@@ -108,6 +118,31 @@ def test_streams_are_those_of_one_process(served: Served, alone: LLM) -> None:
             if line.startswith(b"data: {"):
                 text += json.loads(line[6:])["choices"][0]["text"]
     assert text == wanted.text
+
+
+def test_many_at_once_are_answered_as_alone(served: Served, alone: LLM) -> None:
+    """More than both replicas decode together, of different lengths; one is given up by its client under way."""
+    compiled = served.metric("msds_graph_compilations_total")
+    prompts = [[3 + index, *PROMPT[: index % 5]] for index in range(9)]
+    sampling = [{"temperature": index % 2, "seed": index, "max_tokens": 4 + index} for index in range(9)]
+
+    def ask(index: int) -> str:
+        return str(served.complete(prompt=prompts[index], **sampling[index])["choices"][0]["text"])
+
+    body = _body(temperature=1.0, seed=1, stream=True, max_tokens=27)
+    with requests.post(f"{served.url}/v1/completions", json=body, stream=True, timeout=120) as response:
+        assert next(response.iter_lines()).startswith(b"data: ")
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            answers = [clients.submit(ask, index) for index in range(len(prompts))]
+            answers[0].result()
+            response.close()
+            got = [answer.result() for answer in answers]
+    params = [SamplingParams(ignore_eos=True, **one) for one in sampling]  # type: ignore[arg-type]
+    assert got == [output.text for output in alone.generate(prompts, params)]
+    deadline = time.monotonic() + 60
+    while served.metric("msds_requests_running"):
+        assert time.monotonic() < deadline, "what its client has left still runs"
+    assert served.metric("msds_graph_compilations_total") == compiled
 
 
 def test_a_killed_rank_ends_the_service_which_names_it(served: Served) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from msds.checkpoint import Checkpoint
 from msds.config import read_config
-from msds.engine.batch import BATCH_SPEC, Row
+from msds.engine.batch import Row
 from msds.engine.runner import Runner
 from msds.model import Model
 from msds.models.specs.parts import moe_layers
@@ -27,9 +27,9 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: of the texts of each replica, at most two, none for an idle replica. spare: slots per rank beyond the
-    experts' own, which makes placements be used and swapped. updates: new weights are put in after the steps.
-    short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
+    """lengths: of the texts of each replica, at most two, none for an idle one, but not for all. spare: slots per rank
+    beyond the experts' own, which makes placements be used and swapped. updates: new weights are put in after the
+    steps. short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
 
     variant: str
     plan: str
@@ -56,6 +56,8 @@ CASES = (
     Case("v3_base", "tp2.ep2", drafts=DRAFTS, short=False),
     Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
     Case("v2_lite", "tp2"),  # experts cut by width alone
+    Case("v2_lite", "dp2", ((), (4, 2))),  # the same, over replicas
+    Case("llama_base", "dp2", ((5, 2), (7,))),
     Case("llama_bias", "tp2", updates=True),
     Case("qwen2_odd_vocab", "tp2", short=False),
     Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
@@ -95,51 +97,35 @@ def make_runner(model: Model, case: Case) -> Runner:
     )
 
 
-def run(runner: Runner, replica: int, case: Case, swap: Any = None) -> Arrays:
-    """Prefill and a few greedy steps of a replica's texts: everything that came out. swap: called between steps."""
-    prompts = [text(replica, index, length) for index, length in enumerate(case.lengths[replica])]
-    if not prompts:
-        _idle(runner, case, swap)
-        return {}
-    tables = [list(range(1 + index * BLOCKS, 1 + (index + 1) * BLOCKS)) for index in range(len(prompts))]
-    result = runner.prefill([Row(ids, 0, table) for ids, table in zip(prompts, tables, strict=True)], all_logits=True)
-    arrays = {"prefill": _real(result.logits, prompts), "finite": result.is_finite}
-    last = [result.logits[i, len(ids) - 1].argmax() for i, ids in enumerate(prompts)]
-    hidden = [result.hidden[i, len(ids) - 1] for i, ids in enumerate(prompts)]
-    chosen = [np.array(last)]
+def run(runner: Runner, case: Case, replicas: Sequence[int], swap: Any = None) -> Arrays:
+    """Prefill and a few greedy steps of the texts of some replicas: everything that came out, by text.
+
+    A runner of one replica computes one at a time, one of several all together. swap: called between steps.
+    """
+    prompts = {(r, index): text(r, index, length) for r in replicas for index, length in enumerate(case.lengths[r])}
+    tables = {(r, index): list(range(1 + index * BLOCKS, 1 + (index + 1) * BLOCKS)) for r, index in prompts}
+    homes = {key: key[0] if runner.num_replicas > 1 else 0 for key in prompts}
+    last, hidden, arrays = {}, {}, {}
+    result = runner.prefill(
+        [Row(ids, 0, tables[key], None, homes[key]) for key, ids in prompts.items()], all_logits=True
+    )
+    for row, (key, ids) in enumerate(prompts.items()):
+        arrays[f"{key}.prefill"] = result.logits[row, : len(ids)]
+        arrays[f"{key}.finite"] = result.is_finite[row, : len(ids)]
+        last[key], hidden[key] = int(result.logits[row, len(ids) - 1].argmax()), result.hidden[row, len(ids) - 1]
     for step in range(STEPS):
         if swap is not None and step == 1:
             swap()
-        rows = [
-            Row([int(token)], len(ids) + step, table, state)
-            for token, ids, table, state in zip(last, prompts, tables, hidden, strict=True)
-        ]
-        if case.drafts:
-            arrays[f"drafts{step}"] = runner.draft(rows)
+        rows = [Row([last[key]], len(ids) + step, tables[key], hidden[key], homes[key]) for key, ids in prompts.items()]
+        drafts = runner.draft(rows) if case.drafts else ()
         result = runner.decode(rows)
-        arrays[f"decode{step}"] = result.logits[:, 0]
-        last, hidden = list(result.logits[:, 0].argmax(-1)), list(result.hidden[:, 0])
-        chosen.append(np.array(last))
-    return {**arrays, "chosen": np.stack(chosen)}
-
-
-def _real(logits: Any, prompts: Sequence[Sequence[int]]) -> Any:
-    return np.concatenate([logits[i, : len(ids)] for i, ids in enumerate(prompts)])
-
-
-def _idle(runner: Runner, case: Case, swap: Any) -> None:
-    """As many calls as a replica with texts makes, on padding alone."""
-    batch = {name: np.zeros(tuple(1 for _ in spec.shape), np.int32) for name, spec in BATCH_SPEC.items()}
-    if case.drafts:
-        batch["prev_hidden"] = np.zeros((1, runner.model.config.hidden_size), np.float32)
-    runner._prefill(batch)
-    for step in range(STEPS):
-        if swap is not None and step == 1:
-            swap()
-        if case.drafts:
-            assert runner._draft is not None
-            runner._draft({**batch, "draft_slots": np.zeros((1, case.drafts), np.int32)})
-        runner._decode(batch)
+        for row, key in enumerate(prompts):
+            arrays[f"{key}.decode{step}"] = result.logits[row, 0]
+            arrays[f"{key}.chosen{step}"] = np.array(last[key])
+            if case.drafts:
+                arrays[f"{key}.drafts{step}"] = drafts[row]
+            last[key], hidden[key] = int(result.logits[row, 0].argmax()), result.hidden[row, 0]
+    return arrays
 
 
 def changed_weights(tree: Tree) -> Tree:

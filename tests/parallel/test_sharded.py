@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import msds
-from msds_graphs.ranks import Ranks
-from msds_graphs.sharding import ShardPlan
 from tests.parallel import cases
 from tests.parallel.cases import CASES, Case
 
@@ -16,19 +14,21 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module")
 def alone(parallel_folders):
-    """alone(case) -> per replica what one process computes, with `updated.` after new weights."""
+    """alone(case) -> what one process computes of each replica's texts, with `updated.` after new weights."""
 
     def of(case: Case):
         folder = parallel_folders / "models" / case.folder
         model = msds.load(folder, mtp=bool(case.drafts), progress=False)
         runner = cases.make_runner(model, case)
         replicas = [replica for replica, lengths in enumerate(case.lengths) if lengths]
-        arrays = {replica: cases.run(runner, replica, case) for replica in replicas}
+        arrays = {}
+        for replica in replicas:
+            arrays |= cases.run(runner, case, [replica])
         if case.updates:
             model.update_weights(cases.changed_weights(cases.whole_tree(folder, model)))
             for replica in replicas:
-                later = cases.run(runner, replica, case)
-                arrays[replica] |= {f"updated.{name}": value for name, value in later.items()}
+                later = cases.run(runner, case, [replica])
+                arrays |= {f"updated.{name}": value for name, value in later.items()}
         return arrays
 
     return of
@@ -36,14 +36,13 @@ def alone(parallel_folders):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_one_process(case, results, alone):
-    """Logits of prefill and decode, drafts, and the ids chosen from them, on every rank."""
+    """Logits of prefill and decode, drafts, and the ids chosen from them, of all replicas on every rank."""
     want = alone(case)
     for rank in range(case.ranks):
         got = results(case.name, rank)
         assert got.pop("compiled_later") == 0
-        replica = Ranks(ShardPlan.parse(case.plan), rank).index("dp")
-        assert set(got) == set(want.get(replica, ()))
-        for name, value in want.get(replica, {}).items():
+        assert set(got) == set(want)
+        for name, value in want.items():
             assert got[name].shape == value.shape, (rank, name)
             if value.dtype.kind == "f":
                 scale = max(1.0, float(np.abs(value).max()))

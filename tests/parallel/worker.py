@@ -56,12 +56,12 @@ def main(folder: Path) -> None:
             if case.spare is not None:
                 model.place_experts(cases.placements(model.config, case, 1))
 
-        replica = ranks.index("dp")
-        arrays = cases.run(runner, replica, case, swap)
+        replicas = range(ranks.size("dp"))
+        arrays = cases.run(runner, case, replicas, swap)
         compiled = compile_count()
         if case.updates:
             model.update_weights(cases.changed_weights(cases.whole_tree(path, model)))
-            arrays |= {f"updated.{name}": value for name, value in cases.run(runner, replica, case).items()}
+            arrays |= {f"updated.{name}": value for name, value in cases.run(runner, case, replicas).items()}
         arrays["compiled_later"] = np.array(compile_count() - compiled)
         np.savez(folder / f"{case.name}.{rank}.npz", **arrays)
         print(case.name, "done", flush=True)

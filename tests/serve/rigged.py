@@ -63,6 +63,7 @@ class RiggedRunner:
     def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
         self.num_blocks = num_blocks
+        self.num_replicas = 1
         self.block_size = block_size
         self.num_compiled = 0
         self.gate = threading.Event()

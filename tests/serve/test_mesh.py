@@ -28,7 +28,12 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--mesh", "cpu"], ["mesh 'cpu' is not one of cpu:N"]),
         (["--mesh", "cpu:2", "--plan", "tp4"], ["plan tp4 needs", "= 4 ranks, mesh cpu:2 has 2"]),
         (["--mesh", "cpu:2", "--plan", "xp2"], ["axis", "dp, tp, ep and pp"]),
-        (["--mesh", "cpu:2", "--plan", "dp2"], ["plan dp2 has dp 2", "start 2 services", "tp2"]),
+        (
+            ["--mesh", "cpu:2", "--plan", "dp2", "--max-num-seqs", "3"],
+            ["max_num_seqs is 3", "2 replicas", "use 2 or 4"],
+        ),
+        (["--mesh", "cpu:3", "--plan", "dp3"], ["max_num_seqs is 8", "3 replicas", "use 6 or 9"]),
+        (["--mesh", "cpu:2", "--plan", "dp2", "--max-num-seqs", "1"], ["max_num_seqs is 1", "use 2\n"]),
         (["--mesh", "cpu:2", "--plan", "pp2"], ["plan pp2 does not fit", "pp is planned but not executed"]),
         (["--mesh", "cpu:3"], ["plan tp3 does not fit", "heads"]),
         (["--mesh", "a2:2"], ["mesh a2:2", "cpu:N"]),

@@ -17,7 +17,7 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
     """--mesh and --plan, and what belongs to them."""
     ranks = command.add_argument_group("several processes (default: one)")
     ranks.add_argument("--mesh", help="processes that hold the model together: cpu:N")
-    ranks.add_argument("--plan", help="who computes what, for example tp2 or tp4.ep4; default tpN")
+    ranks.add_argument("--plan", help="who computes what, for example tp2 or dp2.tp2.ep4; default tpN")
     ranks.add_argument(
         "--step-timeout",
         metavar="SECONDS",
@@ -52,11 +52,13 @@ def check_single(options: argparse.Namespace, without: str) -> None:
             raise OptionError(f"{name} is for several processes: give {without} too, or leave it out")
 
 
-def checked_plan(mesh_text: str, plan_text: str | None, model: str) -> tuple[str, int]:
-    """The plan of a mesh, as text, and its ranks; OptionError where the mesh or the model cannot be run so."""
+def checked_plan(mesh_text: str, plan_text: str | None, model: str, max_num_seqs: int | None) -> tuple[str, int]:
+    """The plan of a mesh, as text, and its ranks; OptionError where the mesh, the model or the answers that are decoded
+    together (None: the default) cannot be run so."""
     from msds.config import read_config
     from msds.models.specs import model_specs
     from msds.models.specs.parts import rank_parts
+    from msds.options import EngineOptions
     from msds_graphs.errors import GraphError
     from msds_graphs.mesh import Mesh
     from msds_graphs.ranks import Ranks
@@ -70,11 +72,8 @@ def checked_plan(mesh_text: str, plan_text: str | None, model: str) -> tuple[str
         raise OptionError(str(error)) from None
     if mesh.hardware.kind != "cpu":
         raise OptionError(f"mesh {mesh}: this version runs models on cpu:N; `msds plan` plans for {mesh.hardware.kind}")
-    if plan.dp > 1:
-        raise OptionError(
-            f"plan {plan} has dp {plan.dp}: one service schedules for one replica; start {plan.dp} services with "
-            f"dp 1 and balance requests between them, or use tp{mesh.ranks}"
-        )
+    engine = EngineOptions() if max_num_seqs is None else EngineOptions(max_num_seqs=max_num_seqs)
+    engine.seqs_per_replica(plan.dp)
     config = read_config(model)
     try:
         rank_parts(model_specs(config).spec(config, "float32"), config, Ranks(plan))
