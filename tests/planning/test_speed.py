@@ -86,17 +86,20 @@ def test_sums_over_a_node_by_hand() -> None:
 def test_tokens_to_experts_and_back_by_hand() -> None:
     """R1 over 16 replicas on two nodes, 4 texts each: every layer with experts gathers the bf16 tokens of all and their
     8 ids and weights in float32, and scatters the sums. One part comes from the other node, then 7 pairs of parts from
-    inside. Whatever ep is: the functions do not look at it."""
+    inside. Whatever ep is: the functions do not look at it. At the end all have the float32 logits, bf16 states and
+    whether these are finite, of all."""
     node, between = 196e9 * LINK_SHARE, 25e9 * LINK_SHARE
     latency = 3 * 10e-6 + 25e-6
     tokens, routing = 4 * 7168 * 2, 4 * 2 * 8 * 4
-    one = sum(7 * 2 * size / node + size / between + latency for size in (tokens, routing, tokens))
+
+    def gathered(*sizes: int) -> float:
+        return sum(7 * 2 * size / node + size / between + latency for size in sizes)
+
+    total = 58 * gathered(tokens, routing, tokens) + gathered(4 * 129280 * 4, tokens, 4)
     for plan in ("dp16.ep16", "dp16.ep4", "dp16"):
-        assert decode_time(ledger("deepseek-r1", "a2:16", plan), 64, 100).links == pytest.approx(58 * one)
+        assert decode_time(ledger("deepseek-r1", "a2:16", plan), 64, 100).links == pytest.approx(total)
     # activations travel as they are, whatever the weights are kept in
-    assert decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links == pytest.approx(
-        58 * one
-    )
+    assert decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links == pytest.approx(total)
 
 
 @pytest.mark.parametrize("plan", ["dp2.tp8.ep16", "tp16.ep16", "dp16.ep16"])
@@ -139,7 +142,9 @@ def test_groups_inside_a_node_talk_faster() -> None:
     assert inside.links != across.links
     one = decode_time(ledger("r1-distill-llama-70b", "a2:8", "tp8"), 64, 4096)
     two = decode_time(ledger("r1-distill-llama-70b", "a2:16", "dp2.tp8"), 128, 4096)
-    assert one.links == pytest.approx(two.links)  # replicas of a dense model do not talk
+    # replicas of a dense model talk at the end alone: each has the other's logits, states, and whether they are finite
+    results = sum(size / (25e9 * LINK_SHARE) + 25e-6 for size in (64 * 128256 * 4, 64 * 8192 * 2, 64))
+    assert two.links == pytest.approx(one.links + results)
 
 
 @pytest.mark.parametrize(
