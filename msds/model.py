@@ -107,6 +107,10 @@ class Model:
             return spec
         return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
 
+    def expert_counts_spec(self) -> ArraySpec:
+        """What a cache holds beside its pages where routed experts are counted: [MoE layers, experts]."""
+        return ArraySpec((len(moe_layers(self.config)), getattr(self.config, "n_routed_experts", 0)), "int32")
+
     def _derived(self, params: Tree) -> Tree:
         """What is bound of a rank's canonical tree."""
         return with_tables(self.functions.derive(params, config=self.config), self.config, self.placements)

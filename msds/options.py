@@ -28,6 +28,9 @@ class EngineOptions:
     threads: cores that this process is restricted to, for good; default no restriction.
     num_speculative_tokens: tokens that the checkpoint's first MTP layer drafts per round; answers are those without,
     as `engine.speculation` says. Default 0, no speculation.
+    eplb_step_interval: steps after which experts move between the ranks of ep, if that evens their load out, as
+    `engine.balance` says. Default 0, never. num_redundant_experts: replicas in each MoE layer beyond one slot per
+    expert, given to those that are used most. Default 0; more only with eplb_step_interval.
     """
 
     max_model_len: int | None = None
@@ -39,6 +42,8 @@ class EngineOptions:
     dtype: str = "auto"
     threads: int | None = None
     num_speculative_tokens: int = 0
+    eplb_step_interval: int = 0
+    num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "prefill_chunk"):
@@ -51,6 +56,15 @@ class EngineOptions:
             raise OptionError(
                 f"num_speculative_tokens is {drafts!r}: it must be a whole number from 0 (no speculation) to "
                 f"{MAX_SPECULATIVE_TOKENS}"
+            )
+        for name in ("eplb_step_interval", "num_redundant_experts"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(f"{name} is {value!r}: it must be a whole number of at least 0")
+        if self.num_redundant_experts and not self.eplb_step_interval:
+            raise OptionError(
+                f"num_redundant_experts is {self.num_redundant_experts} without eplb_step_interval: replicas go to the "
+                "experts that are used most, which nobody would count; give the interval, such as 1000"
             )
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:

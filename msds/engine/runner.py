@@ -21,6 +21,7 @@ from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
     from msds.model import Model
+    from msds.models.specs.placement import ExpertPlacement
     from msds_graphs.compile import Compiled
 
 logger = logging.getLogger("msds")
@@ -48,7 +49,7 @@ class Runner:
     """Owns the paged cache and the compiled steps of one model. Used by one thread.
 
     num_drafts: tokens that `draft` proposes, for a model loaded with MTP layers; every step then keeps their cache
-    complete, whether anything is drafted or not. 0: there is no `draft`.
+    complete, whether anything is drafted or not. 0: there is no `draft`. counts_experts: for `expert_counts`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Runner:
         prefill_buckets: Sequence[dict[str, int]],
         decode_buckets: Sequence[dict[str, int]],
         num_drafts: int = 0,
+        counts_experts: bool = False,
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
         from msds_graphs.counter import compile_count
@@ -68,7 +70,10 @@ class Runner:
         self.model = model
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
+        spec = model.cache_spec(num_blocks, block_size)
+        if counts_experts:
+            spec = {**spec, "expert_counts": model.expert_counts_spec()}
+        self.cache = bind(spec, fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile_pass("prefill", functions.prefill, prefill_buckets, num_logits=1)
@@ -115,6 +120,17 @@ class Runner:
     def update_weights(self, tree: Tree) -> None:
         """New weights in every compiled step, as `Model.update_weights`; between two steps."""
         self.model.update_weights(tree)
+
+    def expert_counts(self) -> npt.NDArray[np.int32]:
+        """[M, E] how many tokens chose each routed expert of each MoE layer in all steps so far; it wraps around.
+
+        The layers of `mtp` come last. Tokens of this process's replica alone; those of padding do not count.
+        """
+        return np.array(self.cache["expert_counts"].asnumpy())  # a copy: what asnumpy gives may be written by a step
+
+    def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
+        """Move experts between two steps, as `Model.place_experts`; what the steps compute stays the same."""
+        self.model.place_experts(placements)
 
     @property
     def _batch_spec(self) -> dict[str, ArraySpec]:

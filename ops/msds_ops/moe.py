@@ -70,6 +70,13 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     return topk_idx, weights
 
 
+def count_chosen(topk_idx: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
+    """How many tokens chose each expert: topk_idx [T, K] int32, is_real [T] bool, False for padding -> [E] int32."""
+    hit = topk_idx.expand_dims(-1) == iota(num_experts).reshape(1, 1, -1)  # [T, K, E]
+    hit = ops.logical_and(hit, is_real.reshape(-1, 1, 1)).astype(ms.int32)
+    return hit.reshape(-1, num_experts).sum(0, dtype=ms.int32)
+
+
 def moe_experts(
     x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str, partial: bool = False
 ) -> Tensor:
@@ -172,6 +179,11 @@ def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_block
 def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """[N, M, D] through per-block weights [N, I, D], [N, I, D], [N, D, I] -> [N, M, D]."""
     return _bmm_nt(ops.silu(_bmm_nt(rows, gate)) * _bmm_nt(rows, up), down)
+
+
+def count_chosen_numpy(topk_idx: Array, is_real: Array, num_experts: int) -> Array:
+    """`count_chosen` by bins."""
+    return np.bincount(topk_idx[is_real].reshape(-1), minlength=num_experts)
 
 
 def moe_experts_numpy(

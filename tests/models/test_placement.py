@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msds.models.specs.placement import ExpertPlacement, balance_experts
+from msds.models.specs.placement import ExpertPlacement, balance_experts, count_moves, rebalance_experts
 from msds_graphs.errors import GraphError
 
 
@@ -35,6 +35,19 @@ def test_a_balanced_placement_is_one(problem):
     for expert, (row, count) in enumerate(zip(tables["slot_table"], tables["num_replicas"], strict=True)):
         assert len(set(row[:count])) == count == flat.count(expert)
         assert [flat[slot] for slot in row] == [expert] * len(row)
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_rebalancing_is_balancing_with_few_moves(problem, random):
+    counts, ranks, slots, _, _ = problem
+    before = [random.randrange(100) for _ in counts]
+    old = balance_experts(before, ranks, slots)
+    best, new = balance_experts(counts, ranks, slots), rebalance_experts(old, counts)
+    assert sorted(sorted(row) for row in new.slots) == sorted(sorted(row) for row in best.slots)
+    arriving = [set(row) - set(held) for held, row in zip(old.slots, new.slots, strict=True)]
+    assert count_moves(old, new) == sum(len(row) for row in arriving)  # who stays keeps the slot
+    assert rebalance_experts(new, counts) == new
+    assert count_moves(old, rebalance_experts(old, before)) == 0
 
 
 def test_the_hottest_are_replicated_and_ranks_evened_out():

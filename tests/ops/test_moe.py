@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from msds_ops.moe import (
     block_shape,
+    count_chosen,
+    count_chosen_numpy,
     moe_experts,
     moe_experts_numpy,
     place_pairs,
@@ -56,6 +58,16 @@ class TestRouting:
         assert idx.dtype == np.int32
         assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 16 for row in idx.tolist())
         assert np.isfinite(weights).all()
+
+    def test_chosen_experts_are_counted_without_padding(self, run, rng):
+        def counted(batch):
+            return count_chosen(batch["idx"], batch["is_real"], 6)
+
+        idx, is_real = rng.integers(0, 6, (9, 3)).astype(np.int32), np.array([True, False, True] * 3)
+        got = run(counted, {"idx": idx, "is_real": is_real})
+        np.testing.assert_array_equal(got, count_chosen_numpy(idx, is_real, 6))
+        assert got.dtype == np.int32
+        assert got.sum() == 6 * 3
 
     def test_group_score_is_the_sum_of_two_or_the_best(self, run):
         def selected(batch):
