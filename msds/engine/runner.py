@@ -124,7 +124,7 @@ class Runner:
     def expert_counts(self) -> npt.NDArray[np.int32]:
         """[M, E] how many tokens chose each routed expert of each MoE layer in all steps so far; it wraps around.
 
-        The layers of `mtp` come last. Tokens of this process's replica alone; those of padding do not count.
+        The layers of `mtp` come last. Tokens of all replicas; padding does not count.
         """
         return np.array(self.cache["expert_counts"].asnumpy())  # a copy: what asnumpy gives may be written by a step
 

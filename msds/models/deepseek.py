@@ -436,13 +436,16 @@ def _mlp_with_routing(
 def _mlp_counted(
     layer: Params, x: Tensor, is_counted: Tensor, config: DeepseekConfig, plan: Plan
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`_mlp`, and how often each expert was chosen [E] by the tokens that count; nothing of a dense layer."""
+    """`_mlp`, and how often each expert was chosen [E] by the tokens that count, of all replicas; nothing of a dense
+    layer."""
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
         return cut_mlp(params, x, plan.ranks), ()
     y, topk_idx = _moe(params, x, _scores(params, x, config), config, plan)
-    return y, (count_chosen(topk_idx, is_counted, config.n_routed_experts),)
+    chosen = ops.where(is_counted.expand_dims(-1), topk_idx, ops.full_like(topk_idx, config.n_routed_experts))
+    chosen = all_gather(after(chosen, y, plan.ranks), "dp", 0, plan.ranks)
+    return after(y, chosen, plan.ranks), (count_chosen(chosen, config.n_routed_experts),)
 
 
 def _scores(params: Params, x: Tensor, config: DeepseekConfig) -> Tensor:

@@ -70,11 +70,10 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     return topk_idx, weights
 
 
-def count_chosen(topk_idx: Tensor, is_real: Tensor, num_experts: int) -> Tensor:
-    """How many tokens chose each expert: topk_idx [T, K] int32, is_real [T] bool, False for padding -> [E] int32."""
-    hit = topk_idx.expand_dims(-1) == iota(num_experts).reshape(1, 1, -1)  # [T, K, E]
-    hit = ops.logical_and(hit, is_real.reshape(-1, 1, 1)).astype(ms.int32)
-    return hit.reshape(-1, num_experts).sum(0, dtype=ms.int32)
+def count_chosen(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """How many tokens chose each expert: topk_idx [T, K] int32 -> [E] int32; E, which is none, is not counted."""
+    hit = topk_idx.reshape(-1, 1) == iota(num_experts).expand_dims(0)  # [T * K, E]
+    return hit.astype(ms.int32).sum(0, dtype=ms.int32)
 
 
 def moe_experts(
@@ -181,9 +180,9 @@ def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor
     return _bmm_nt(ops.silu(_bmm_nt(rows, gate)) * _bmm_nt(rows, up), down)
 
 
-def count_chosen_numpy(topk_idx: Array, is_real: Array, num_experts: int) -> Array:
+def count_chosen_numpy(topk_idx: Array, num_experts: int) -> Array:
     """`count_chosen` by bins."""
-    return np.bincount(topk_idx[is_real].reshape(-1), minlength=num_experts)
+    return np.bincount(topk_idx.reshape(-1), minlength=num_experts + 1)[:num_experts]
 
 
 def moe_experts_numpy(

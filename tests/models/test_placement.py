@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msds.config import read_config
+from msds.models.specs.parts import check_placements, moe_layers, spread_experts
 from msds.models.specs.placement import ExpertPlacement, balance_experts, count_moves, rebalance_experts
 from msds_graphs.errors import GraphError
+from msds_graphs.ranks import Ranks
+from msds_graphs.sharding import ShardPlan
 
 
 @st.composite
@@ -65,6 +69,15 @@ def test_groups_stay_on_their_node():
     homes = [{expert // 2 for row in placement.slots[2 * node : 2 * node + 2] for expert in row} for node in range(2)]
     assert homes[0] | homes[1] == {0, 1, 2, 3}
     assert not homes[0] & homes[1]
+
+
+@pytest.mark.parametrize("redundant", [0, 2, 16])
+def test_the_first_placement_is_a_slot_for_each_and_replicas(tiny, redundant):
+    config = read_config(tiny("v3_base"))
+    placements = spread_experts(config, ShardPlan.parse("tp2.ep2"), redundant)
+    assert len(placements) == len(moe_layers(config)) == 3
+    assert {placement.slots_per_rank for placement in placements} == {8 + redundant // 2}
+    check_placements(config, Ranks(ShardPlan.parse("tp2.ep2")), placements)
 
 
 @pytest.mark.parametrize(

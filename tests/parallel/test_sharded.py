@@ -24,6 +24,9 @@ def alone(parallel_folders):
         runner = cases.make_runner(model, case)
         replicas = [replica for replica, lengths in enumerate(case.lengths) if lengths]
         arrays = {replica: cases.run(runner, replica, case) for replica in replicas}
+        if case.spare is not None:  # every rank counts the tokens of all replicas
+            for replica in range(len(case.lengths)):
+                arrays.setdefault(replica, {})["expert_counts"] = runner.expert_counts()
         if case.updates:
             model.update_weights(cases.changed_weights(cases.whole_tree(folder, model)))
             for replica in replicas:
@@ -36,7 +39,7 @@ def alone(parallel_folders):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_one_process(case, results, alone):
-    """Logits of prefill and decode, drafts, and the ids chosen from them, on every rank."""
+    """Logits of prefill and decode, drafts, the ids chosen from them, and how often experts were, on every rank."""
     want = alone(case)
     for rank in range(case.ranks):
         got = results(case.name, rank)

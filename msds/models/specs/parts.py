@@ -93,7 +93,7 @@ def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> 
     if ep == 1:
         raise GraphError(
             f"plan {plan} has no ep: all experts of a layer are on each rank, and there is nothing to balance; "
-            f"use one such as tp2.ep2"
+            "use several ranks with a plan such as tp2.ep2"
         )
     if (experts + num_redundant) % ep:
         raise GraphError(
