@@ -52,6 +52,8 @@ def test_rebalancing_is_balancing_with_few_moves(problem, random):
     assert count_moves(old, new) == sum(len(row) for row in arriving)  # who stays keeps the slot
     assert rebalance_experts(new, counts) == new
     assert count_moves(old, rebalance_experts(old, before)) == 0
+    turned = ExpertPlacement(len(counts), best.slots[1:] + best.slots[:1])  # as good on other ranks
+    assert count_moves(turned, rebalance_experts(turned, counts)) == 0
 
 
 def test_the_hottest_are_replicated_and_ranks_evened_out():
