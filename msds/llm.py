@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from msds.config import ModelConfig, read_config
+from msds.engine.balance import ExpertBalance
 from msds.engine.engine import Engine
 from msds.engine.ladder import shared_prefill, step_ladders
 from msds.engine.schedule_types import SchedulerPolicy
@@ -19,7 +20,8 @@ from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
 from msds.models.specs import model_specs
-from msds.models.specs.parts import rank_bytes
+from msds.models.specs.parts import rank_bytes, spread_experts
+from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
@@ -42,10 +44,11 @@ class LLM:
     """A model ready to generate.
 
     path: a Hugging Face folder. Options and their defaults: `EngineOptions` (max_model_len, max_num_seqs, block_size,
-    memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens). plan: implementation per op. warm_up:
-    compile every planned shape now instead of on first use. check_sha256, shard_cache: as for `msds.load`. progress:
-    show loading and compiling; None on a terminal. ranks, team: this process among several that hold the model
-    together, each of which makes an LLM with the same other arguments; only the leader's generates.
+    memory_fraction, prefill_chunk, dtype, threads, num_speculative_tokens, eplb_step_interval and others). plan:
+    implementation per op. warm_up: compile every planned shape now instead of on first use. check_sha256, shard_cache:
+    as for `msds.load`. progress: show loading and compiling; None on a terminal. ranks, team: this process among
+    several that hold the model together, each of which makes an LLM with the same other arguments; only the leader's
+    generates.
 
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
@@ -78,13 +81,16 @@ class LLM:
             )
         self._ranks, self._team = ranks or ALONE, team
         self._seqs_per_replica = self.options.seqs_per_replica(self._ranks.size("dp"))
-        num_blocks = self._plan_blocks(stored if speculates else without_mtp(stored))
+        loaded = stored if speculates else without_mtp(stored)
+        placements = self._placements(loaded)
+        num_blocks = self._plan_blocks(loaded, placements)
         self.model: Model = load(
             folder,
             dtype=self.options.dtype,
             mtp=speculates,
             plan=plan,
             ranks=ranks,
+            placements=placements,
             check_sha256=check_sha256,
             progress=progress,
             shard_cache=shard_cache,
@@ -208,22 +214,31 @@ class LLM:
             raise SamplingError("stop strings need a tokenizer, which this folder lacks: use stop_token_ids")
         return list(sampling)
 
-    def _plan_blocks(self, config: ModelConfig) -> int:
+    def _placements(self, config: ModelConfig) -> tuple[ExpertPlacement, ...]:
+        """Where experts are at first, if they are to be balanced; OptionError where they cannot be."""
+        if not self.options.eplb_step_interval:
+            return ()
+        try:
+            return spread_experts(config, self._ranks.plan, self.options.num_redundant_experts)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
+
+    def _plan_blocks(self, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> int:
         """Cache blocks of a replica, decided from the config alone, before any weights are read; equal on all ranks."""
         dtype, specs = self.options.resolved_dtype, model_specs(config)
         sharing = 1 if self._team is None else self._team.place.ranks_here
         blocks = replace(self.options, max_num_seqs=self._seqs_per_replica).plan_blocks(
             max_model_len=self.max_model_len,
             block_bytes=self._bytes(specs.cache_spec(config, 1, self.options.block_size, dtype), config),
-            weight_bytes=self._bytes(specs.derived_spec(config, dtype), config),
+            weight_bytes=self._bytes(specs.derived_spec(config, dtype), config, placements),
             free_bytes=free_memory_bytes() // sharing,
         )
         return blocks if self._team is None else self._team.agree("cache blocks", blocks)
 
-    def _bytes(self, spec_tree: Tree, config: ModelConfig) -> int:
+    def _bytes(self, spec_tree: Tree, config: ModelConfig, placements: Sequence[ExpertPlacement] = ()) -> int:
         """Bytes of what this process holds of a tree."""
         try:
-            return rank_bytes(spec_tree, config, self._ranks)
+            return rank_bytes(spec_tree, config, self._ranks, placements)
         except GraphError as error:
             raise OptionError(str(error)) from None
 
@@ -244,6 +259,7 @@ class LLM:
             prefill_buckets=prefill_buckets,
             decode_buckets=decode_buckets,
             num_drafts=num_drafts,
+            counts_experts=options.eplb_step_interval > 0,
         )
         chunk_sizes = tuple(sorted({bucket["Q"] for bucket in prefill_buckets}))
         policy = SchedulerPolicy(
@@ -254,7 +270,8 @@ class LLM:
             prefix_cache=not options.deterministic,
         )
         speculation = Speculation(num_drafts) if num_drafts else None
-        return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation)
+        balance = ExpertBalance(options.eplb_step_interval) if options.eplb_step_interval else None
+        return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation, balance=balance)
 
     def _make_runner(self, **options: Any) -> Runner:
         from msds.engine.ranks import LeadingRunner

@@ -114,6 +114,10 @@ class Model:
             return spec
         return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
 
+    def expert_counts_spec(self) -> ArraySpec:
+        """What a cache holds beside its pages where routed experts are counted: [MoE layers, experts]."""
+        return ArraySpec((len(moe_layers(self.config)), getattr(self.config, "n_routed_experts", 0)), "int32")
+
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
         """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.
 

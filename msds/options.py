@@ -31,6 +31,9 @@ class EngineOptions:
     deterministic: an answer's numbers depend on nothing but its request, bit for bit: every step has the one largest
     shape, prompts are computed one at a time and always whole, and every sequence can have a full-length cache. Slower.
     Default False: numbers may differ in their last bits with what else runs, within the tolerance of `msds verify`.
+    eplb_step_interval: steps after which experts move between the ranks of ep, if that evens their load out, as
+    `engine.balance` says. Default 0, never. num_redundant_experts: replicas in each MoE layer beyond one slot per
+    expert, given to those that are used most. Default 0; more only with eplb_step_interval.
     """
 
     max_model_len: int | None = None
@@ -43,6 +46,8 @@ class EngineOptions:
     threads: int | None = None
     num_speculative_tokens: int = 0
     deterministic: bool = False
+    eplb_step_interval: int = 0
+    num_redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "block_size", "prefill_chunk"):
@@ -62,6 +67,15 @@ class EngineOptions:
             raise OptionError(
                 f"deterministic and num_speculative_tokens {drafts} exclude each other: how many tokens a step has "
                 "would depend on what else runs; leave one of them out"
+            )
+        for name in ("eplb_step_interval", "num_redundant_experts"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise OptionError(f"{name} is {value!r}: it must be a whole number of at least 0")
+        if self.num_redundant_experts and not self.eplb_step_interval:
+            raise OptionError(
+                f"num_redundant_experts is {self.num_redundant_experts} without eplb_step_interval: replicas go to the "
+                "experts that are used most, which nobody would count; give the interval, such as 1000"
             )
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:

@@ -27,6 +27,12 @@ settings.register_profile("explore", deadline=None, max_examples=500, print_blob
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the tests of the service."""
+    parser.addoption("--mesh", help="ask `msds serve --mesh MESH` instead of a service in this process: cpu:N")
+    parser.addoption("--plan", help="its plan; default that of the command")
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """tiny("v3_base") -> folder of that variant, written once per session; keywords as `write_checkpoint`.

@@ -24,6 +24,16 @@ def test_counts(name: str, value: object) -> None:
     EngineOptions(**{name: 1})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["eplb_step_interval", "num_redundant_experts"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "16"])
+def test_balancing(name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"{name} is {value!r}"):
+        EngineOptions(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="num_redundant_experts is 2 without eplb_step_interval"):
+        EngineOptions(num_redundant_experts=2)
+    assert EngineOptions(num_redundant_experts=2, eplb_step_interval=1).num_redundant_experts == 2
+
+
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, math.nan, math.inf, True, "half"])
 def test_memory_fraction(value: object) -> None:
     with pytest.raises(OptionError, match="memory_fraction is"):

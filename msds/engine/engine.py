@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from msds.constraints import Constraint
+from msds.engine.balance import BalanceStats, ExpertBalance
 from msds.engine.batch import Row
 from msds.engine.block_pool import BlockPool
 from msds.engine.sampler import SequenceState, sample, token_logprobs
@@ -53,13 +54,19 @@ class _Due:
 class Engine:
     """Runs sequences to their end on a Runner. Used by one thread.
 
-    max_model_len: most tokens of one text. policy: see `SchedulerPolicy`. speculation: for a runner that drafts. A
-    step that raises ends only the sequences in it; the compiled step is rebuilt on its next use, and what their blocks
-    held is not used again.
+    max_model_len: most tokens of one text. policy: see `SchedulerPolicy`. speculation: for a runner that drafts.
+    balance: for a runner that counts experts. A step that raises ends only the sequences in it; the compiled step is
+    rebuilt on its next use, and what their blocks held is not used again.
     """
 
     def __init__(
-        self, runner: Runner, *, max_model_len: int, policy: SchedulerPolicy, speculation: Speculation | None = None
+        self,
+        runner: Runner,
+        *,
+        max_model_len: int,
+        policy: SchedulerPolicy,
+        speculation: Speculation | None = None,
+        balance: ExpertBalance | None = None,
     ) -> None:
         self.runner = runner
         self.max_model_len = max_model_len
@@ -70,6 +77,7 @@ class Engine:
         self._listeners: dict[int, Listener] = {}
         self._ids = itertools.count()
         self._speculation = speculation
+        self._balance = balance
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +93,11 @@ class Engine:
     def speculation(self) -> SpeculationStats | None:
         """What came of drafting, where it was asked for."""
         return None if self._speculation is None else self._speculation.stats
+
+    @property
+    def balance(self) -> BalanceStats | None:
+        """What came of balancing experts, where it was asked for."""
+        return None if self._balance is None else self._balance.stats
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of a constraint, from any thread; hold it until the request is added, and adding costs nothing.
@@ -163,6 +176,8 @@ class Engine:
                 self._tell(sequence, delta)
                 if delta.finish_reason is not None:
                     self._drop(sequence)
+        if self._balance is not None:
+            self._balance.after_step(self.runner)
         return True
 
     def _check_length(self, prompt_ids: Sequence[int], params: SamplingParams, info: RequestInfo) -> int:

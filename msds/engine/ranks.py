@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from msds.engine.batch import Batch
 from msds.engine.runner import Runner
 from msds.launch.team import Follower, Leader
 from msds.launch.wire import Arrays
+from msds.models.specs.placement import ExpertPlacement
 from msds_graphs.trees import Tree, tree_unflatten
 
 if TYPE_CHECKING:
@@ -41,6 +44,12 @@ class LeadingRunner(Runner):
         with self._team.call("new weights", "update_weights", arrays=dict(zip(structure.paths(), leaves, strict=True))):
             super().update_weights(tree)
 
+    def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
+        """As `Runner.place_experts`, on all ranks, each of which sends and takes what it is to."""
+        slots = np.array([placement.slots for placement in placements], np.int32)  # [layers, ranks of ep, slots]
+        with self._team.call("moving experts", "place_experts", arrays={"slots": slots}):
+            super().place_experts(placements)
+
 
 class _LedStep:
     """A compiled step of rank 0 that tells the others before it runs."""
@@ -71,7 +80,11 @@ def follow(runner: Runner, team: Follower) -> None:
     def update_weights(fields: Mapping[str, Any], arrays: Arrays) -> None:
         runner.update_weights(tree_unflatten(structure, [arrays[path] for path in structure.paths()]))
 
-    team.serve({"step": step, "warm_up": warm_up, "update_weights": update_weights})
+    def place_experts(fields: Mapping[str, Any], arrays: Arrays) -> None:
+        pairs = zip(runner.model.placements, arrays["slots"].tolist(), strict=True)
+        runner.place_experts([ExpertPlacement(old.num_experts, tuple(map(tuple, rows))) for old, rows in pairs])
+
+    team.serve({"step": step, "warm_up": warm_up, "update_weights": update_weights, "place_experts": place_experts})
 
 
 def _steps(runner: Runner) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from msds_graphs.trees import Tree
 
 if TYPE_CHECKING:
     from msds.model import Model
+    from msds.models.specs.placement import ExpertPlacement
     from msds_graphs.compile import Compiled
 
 logger = logging.getLogger("msds")
@@ -49,7 +50,7 @@ class Runner:
     """Owns the paged cache and the compiled steps of one model. Used by one thread.
 
     num_drafts: tokens that `draft` proposes, for a model loaded with MTP layers; every step then keeps their cache
-    complete, whether anything is drafted or not. 0: there is no `draft`.
+    complete, whether anything is drafted or not. 0: there is no `draft`. counts_experts: for `expert_counts`.
 
     Where the model has several replicas, each has as many blocks, and buckets are of one of them. Every rank is given
     the rows of all, computes those of its own replica, or padding, and has the results of all.
@@ -64,14 +65,20 @@ class Runner:
         prefill_buckets: Sequence[dict[str, int]],
         decode_buckets: Sequence[dict[str, int]],
         num_drafts: int = 0,
+        counts_experts: bool = False,
     ) -> None:
         from msds_graphs.binding import bind, fresh_prefix
+        from msds_graphs.counter import compile_count
 
+        self._compile_count = compile_count  # counts from its import on
         self.model = model
         self.num_replicas = model.plan.ranks.size("dp")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.cache = bind(model.cache_spec(num_blocks, block_size), fresh_prefix("cache"))
+        spec = model.cache_spec(num_blocks, block_size)
+        if counts_experts:
+            spec = {**spec, "expert_counts": model.expert_counts_spec()}
+        self.cache = bind(spec, fresh_prefix("cache"))
         self.num_drafts = num_drafts
         functions = model.functions
         self._prefill = self._compile_pass("prefill", functions.prefill, prefill_buckets, num_logits=1)
@@ -100,9 +107,7 @@ class Runner:
     @property
     def num_compiled(self) -> int:
         """Graphs that MindSpore has compiled in this process."""
-        from msds_graphs.counter import compile_count
-
-        return compile_count()
+        return self._compile_count()
 
     @property
     def steps(self) -> dict[str, Compiled]:
@@ -118,6 +123,17 @@ class Runner:
     def update_weights(self, tree: Tree) -> None:
         """New weights in every compiled step, as `Model.update_weights`; between two steps."""
         self.model.update_weights(tree)
+
+    def expert_counts(self) -> npt.NDArray[np.int32]:
+        """[M, E] how many tokens chose each routed expert of each MoE layer in all steps so far; it wraps around.
+
+        The layers of `mtp` come last. Tokens of all replicas; padding does not count.
+        """
+        return np.array(self.cache["expert_counts"].asnumpy())  # a copy: what asnumpy gives may be written by a step
+
+    def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
+        """Move experts between two steps, as `Model.place_experts`; what the steps compute stays the same."""
+        self.model.place_experts(placements)
 
     def _compile_pass(
         self, name: str, function: Any, buckets: Sequence[dict[str, int]], *, num_logits: int

@@ -31,10 +31,10 @@ from msds_graphs.collectives import after, all_gather, all_reduce, reduce_scatte
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
 from msds_ops.attention import attend, attend_latent, attention_bias, causal_mask
-from msds_ops.cache import cache_read, cache_write, context_mask, context_slots
+from msds_ops.cache import cache_add, cache_read, cache_write, context_mask, context_slots
 from msds_ops.iota import iota
 from msds_ops.linear import linear, linear_float32, swiglu_mlp
-from msds_ops.moe import moe_experts, scores_from_logits, select_groups, top_experts
+from msds_ops.moe import count_chosen, moe_experts, scores_from_logits, select_groups, top_experts
 from msds_ops.norm import rms_norm
 from msds_ops.rope import rope_cos_sin, rotate
 
@@ -112,6 +112,9 @@ def prefill(
     With `prev_hidden` [S, D] in the batch, the state (after the final norm) of the token before the chunk, the first
     MTP layer's cache is written too, so that `mtp` and `draft` find it complete. That needs neither its attention nor
     its experts: an entry depends on one token and the state before it.
+
+    With `expert_counts` [M, E] int32 in the cache, M MoE layers, those of `mtp` last, every step adds how many new
+    tokens chose each routed expert of the layers it runs.
     """
     return _cached_step(params, cache, batch, _attend_expanded, config, plan, num_logits, block_size, trace)
 
@@ -152,11 +155,11 @@ def mtp(
     """
     layer, page = params["mtp"][depth], cache["mtp"][depth]
     x = _mtp_input(layer, embed(params, batch["tokens"], plan.ranks), batch["hidden"], config)
-    shared = _shared_by_layers(params, batch, config, block_size, depth + 1)
-    x, page = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
+    shared = _shared_by_layers(params, cache, batch, config, block_size, depth + 1)
+    x, page, counts = _cached_layer(layer, page, x, shared, _attend_absorbed, config, plan)
     out = outputs(params, layer["shared_head"]["norm"], x, batch, num_logits, config, plan.ranks)
     pages = (*cache["mtp"][:depth], page, *cache["mtp"][depth + 1 :])
-    return out, {"layers": cache["layers"], "mtp": pages}
+    return out, _written(cache, cache["layers"], pages, counts, depth - len(cache["mtp"]), plan)
 
 
 def draft(
@@ -260,12 +263,13 @@ def _cached_step(
     trace: bool,
 ) -> tuple[Outputs, Cache]:
     x = embed(params, batch["tokens"], plan.ranks)
-    shared = _shared_by_layers(params, batch, config, block_size, 0)
+    shared = _shared_by_layers(params, cache, batch, config, block_size, 0)
     pages: tuple[Params, ...] = ()
     states: tuple[Tensor, ...] = ()
+    counts: tuple[Tensor, ...] = ()
     for layer, page in zip(params["layers"], cache["layers"]):  # noqa: B905  (graph mode has no strict=)
-        x, page = _cached_layer(layer, page, x, shared, attention, config, plan)
-        pages, states = (*pages, page), (*states, x)
+        x, page, counted = _cached_layer(layer, page, x, shared, attention, config, plan)
+        pages, states, counts = (*pages, page), (*states, x), counts + counted
     ahead = cache["mtp"]
     if "prev_hidden" in batch:
         hidden = final_hidden(params["norm"], x, batch, config)
@@ -273,21 +277,41 @@ def _cached_step(
         ahead = _write_mtp_entries(params, ahead, batch, tokens, hidden, shared["rope"], config, plan)
         x = after(x, ahead[0]["latent"], plan.ranks)  # logits come of every collective
     out = traced(outputs(params, params["norm"], x, batch, num_logits, config, plan.ranks), states, batch, trace)
-    return out, {"layers": pages, "mtp": ahead}
+    return out, _written(cache, pages, ahead, counts, 0, plan)
 
 
 def _shared_by_layers(
-    params: Params, batch: Batch, config: DeepseekConfig, block_size: int, first: int
+    params: Params, cache: Cache, batch: Batch, config: DeepseekConfig, block_size: int, first: int
 ) -> dict[str, Any]:
     """What every layer of a step needs of the batch, computed once. first: the first position that has an entry."""
     slots = context_slots(batch["block_tables"], block_size)  # [S, C]
     mask = context_mask(batch["positions"], slots.shape[1], first)
-    return {
+    shared = {
         "rope": _rope(config, batch["positions"]),
         "new_slots": batch["slot_mapping"],
         "context_slots": slots,
         "bias": attention_bias(mask, _num_heads(params, config)),
     }
+    if "expert_counts" in cache:
+        index = iota(batch["tokens"].shape[1]).expand_dims(0)
+        shared["is_counted"] = (index < batch["query_lens"].expand_dims(1)).reshape(-1)  # [T]
+    return shared
+
+
+def _written(
+    cache: Cache, layers: Any, ahead: Any, counts: tuple[Tensor, ...], first: int, plan: Plan
+) -> dict[str, Any]:
+    """The cache with these pages and, where experts are counted, the counts of MoE layers added from row `first` on.
+
+    A negative row counts from the end.
+    """
+    if "expert_counts" not in cache:
+        return {"layers": layers, "mtp": ahead}
+    total = cache["expert_counts"]
+    if len(counts) > 0:
+        first = first if first >= 0 else total.shape[0] + first
+        total = cache_add(total, ops.stack(counts), first, plan.implementation("cache_write"))
+    return {"layers": layers, "mtp": ahead, "expert_counts": total}
 
 
 def _cached_layer(
@@ -298,8 +322,11 @@ def _cached_layer(
     attention: Any,
     config: DeepseekConfig,
     plan: Plan,
-) -> tuple[Tensor, Params]:
-    """[T, D] through one layer: write the new latents first, then attend over what the write returned."""
+) -> tuple[Tensor, Params, tuple[Tensor, ...]]:
+    """[T, D] through one layer: write the new latents first, then attend over what the write returned.
+
+    Also the written page, and how often each expert was chosen [E], of a MoE layer whose experts are counted.
+    """
     params = layer["self_attn"]
     normed = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
     q_nope, q_pe = _queries(params, normed, shared["rope"], config)
@@ -307,7 +334,10 @@ def _cached_layer(
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
     x = x + attention(params, q_nope, q_pe, context, shared["bias"], config, plan)
-    return x + _mlp(layer, x, config, plan), {"latent": latent}
+    if "is_counted" in shared:
+        y, counts = _mlp_counted(layer, x, shared["is_counted"], config, plan)
+        return x + y, {"latent": latent}, counts
+    return x + _mlp(layer, x, config, plan), {"latent": latent}, ()
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -402,6 +432,21 @@ def _mlp_with_routing(
     scores = _scores(params, x, config)
     y, topk_idx = _moe(params, x, scores, config, plan)
     return y, ({"scores": scores, "topk_idx": topk_idx},)
+
+
+def _mlp_counted(
+    layer: Params, x: Tensor, is_counted: Tensor, config: DeepseekConfig, plan: Plan
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`_mlp`, and how often each expert was chosen [E] by the tokens that count, of all replicas; nothing of a dense
+    layer."""
+    params = layer["mlp"]
+    x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
+    if "gate" not in params:
+        return cut_mlp(params, x, plan.ranks), ()
+    y, topk_idx = _moe(params, x, _scores(params, x, config), config, plan)
+    chosen = ops.where(is_counted.expand_dims(-1), topk_idx, ops.full_like(topk_idx, config.n_routed_experts))
+    chosen = all_gather(after(chosen, y, plan.ranks), "dp", 0, plan.ranks)
+    return after(y, chosen, plan.ranks), (count_chosen(chosen, config.n_routed_experts),)
 
 
 def _scores(params: Params, x: Tensor, config: DeepseekConfig) -> Tensor:

@@ -41,6 +41,18 @@ def cache_write(cache: Tensor, values: Tensor, rows: Tensor, impl: str) -> Tenso
     return _scatter_update(cache, rows, values)
 
 
+def cache_add(cache: Tensor, values: Tensor, first: int, impl: str) -> Tensor:
+    """Add to rows that no padding touches: cache [N, F], values [n, F] -> the cache, rows from `first` on increased.
+
+    Implementations as of `cache_write`. What is read of the old value is read before the write, which needs the sum.
+    """
+    rows = iota(values.shape[0]) + first
+    values = ops.gather(cache, rows, 0) + values
+    if impl == "reference":
+        return ops.tensor_scatter_update(cache, rows.expand_dims(-1), values)
+    return _scatter_update(cache, rows, values)
+
+
 def cache_read(cache: Tensor, rows: Tensor) -> Tensor:
     """Rows in the order asked for: cache [N, F], rows [...] int32 -> [..., F]."""
     return ops.gather(cache, rows.reshape(-1), 0).reshape(*rows.shape, cache.shape[-1])

@@ -70,6 +70,12 @@ def top_experts(choice: Tensor, scores: Tensor, num_chosen: int) -> tuple[Tensor
     return topk_idx, weights
 
 
+def count_chosen(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """How many tokens chose each expert: topk_idx [T, K] int32 -> [E] int32; E, which is none, is not counted."""
+    hit = topk_idx.reshape(-1, 1) == iota(num_experts).expand_dims(0)  # [T * K, E]
+    return hit.astype(ms.int32).sum(0, dtype=ms.int32)
+
+
 def moe_experts(
     x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor], impl: str, partial: bool = False
 ) -> Tensor:
@@ -172,6 +178,11 @@ def place_pairs(expert_of_pair: Tensor, experts: int, block_rows: int, num_block
 def _swiglu_rows(rows: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """[N, M, D] through per-block weights [N, I, D], [N, I, D], [N, D, I] -> [N, M, D]."""
     return _bmm_nt(ops.silu(_bmm_nt(rows, gate)) * _bmm_nt(rows, up), down)
+
+
+def count_chosen_numpy(topk_idx: Array, num_experts: int) -> Array:
+    """`count_chosen` by bins."""
+    return np.bincount(topk_idx.reshape(-1), minlength=num_experts + 1)[:num_experts]
 
 
 def moe_experts_numpy(

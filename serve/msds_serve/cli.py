@@ -27,7 +27,16 @@ from msds_serve.commands import (
     reinforce,
     train,
 )
-from msds_serve.commands.mesh import add_mesh, check_single, checked_plan, launch_ranks, step_timeout
+from msds_serve.commands.mesh import (
+    BALANCE_OPTIONS,
+    add_balance,
+    add_mesh,
+    check_balance,
+    check_single,
+    checked_plan,
+    launch_ranks,
+    step_timeout,
+)
 
 if TYPE_CHECKING:
     from msds import LLM
@@ -166,6 +175,7 @@ def _add_serve(commands: Any) -> None:
     )
     _add_engine(command)
     add_mesh(command)
+    add_balance(command)
 
 
 def _add_verify(commands: Any) -> None:
@@ -233,7 +243,7 @@ def generate_with(llm: LLM, options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    engine = (*ENGINE_OPTIONS, "max_waiting")
+    engine = (*ENGINE_OPTIONS, "max_waiting", *BALANCE_OPTIONS)
     service = given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
     if service.get("request_timeout") == 0:
         service["request_timeout"] = None
@@ -260,6 +270,7 @@ def _serve(options: argparse.Namespace) -> int:
     from msds_serve.run import checked_options
 
     plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
+    check_balance(plan, options)
     drain = checked_options(options.port, arguments["service"]).drain_seconds
     timeout = step_timeout(options)
     per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}

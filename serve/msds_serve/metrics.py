@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from msds.engine.balance import BalanceStats
     from msds_serve.service import Service
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -91,8 +92,19 @@ class _EngineCollector(Collector):
             yield _by_position("msds_draft_tokens_total", "Draft tokens verified.", drafts.drafted)
             yield _by_position("msds_draft_tokens_accepted_total", "Draft tokens kept.", drafts.accepted)
             yield GaugeMetricFamily("msds_speculation_on", "Whether drafting pays and is on.", int(drafts.is_on))
+        if engine.balance is not None:
+            yield from _of_experts(engine.balance)
         yield CounterMetricFamily("msds_failed_steps_total", "Steps that raised.", engine.num_failed_steps)
         yield CounterMetricFamily("msds_graph_compilations_total", "Graphs compiled.", engine.runner.num_compiled)
+
+
+def _of_experts(balance: BalanceStats) -> Iterable[Metric]:
+    """What came of balancing; no gauge before experts were counted."""
+    if balance.imbalance is not None:
+        text = "Load of the busiest rank of ep over the mean, in the last interval; 1 is even."
+        yield GaugeMetricFamily("msds_expert_load_imbalance_ratio", text, balance.imbalance)
+    yield CounterMetricFamily("msds_expert_rebalances_total", "Times that experts were moved.", balance.rebalancings)
+    yield CounterMetricFamily("msds_expert_moves_total", "Expert slots that were given another.", balance.moves)
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:

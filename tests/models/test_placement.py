@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msds.models.specs.placement import ExpertPlacement, balance_experts
+from msds.config import read_config
+from msds.models.specs.parts import check_placements, moe_layers, spread_experts
+from msds.models.specs.placement import ExpertPlacement, balance_experts, count_moves, rebalance_experts
 from msds_graphs.errors import GraphError
+from msds_graphs.ranks import Ranks
+from msds_graphs.sharding import ShardPlan
 
 
 @st.composite
@@ -37,6 +41,21 @@ def test_a_balanced_placement_is_one(problem):
         assert [flat[slot] for slot in row] == [expert] * len(row)
 
 
+@given(problems(), st.randoms(use_true_random=False))
+def test_rebalancing_is_balancing_with_few_moves(problem, random):
+    counts, ranks, slots, _, _ = problem
+    before = [random.randrange(100) for _ in counts]
+    old = balance_experts(before, ranks, slots)
+    best, new = balance_experts(counts, ranks, slots), rebalance_experts(old, counts)
+    assert sorted(sorted(row) for row in new.slots) == sorted(sorted(row) for row in best.slots)
+    arriving = [set(row) - set(held) for held, row in zip(old.slots, new.slots, strict=True)]
+    assert count_moves(old, new) == sum(len(row) for row in arriving)  # who stays keeps the slot
+    assert rebalance_experts(new, counts) == new
+    assert count_moves(old, rebalance_experts(old, before)) == 0
+    turned = ExpertPlacement(len(counts), best.slots[1:] + best.slots[:1])  # as good on other ranks
+    assert count_moves(turned, rebalance_experts(turned, counts)) == 0
+
+
 def test_the_hottest_are_replicated_and_ranks_evened_out():
     counts = [100, 1, 1, 1, 50, 1, 1, 1]
     placement = balance_experts(counts, 4, 3)
@@ -52,6 +71,15 @@ def test_groups_stay_on_their_node():
     homes = [{expert // 2 for row in placement.slots[2 * node : 2 * node + 2] for expert in row} for node in range(2)]
     assert homes[0] | homes[1] == {0, 1, 2, 3}
     assert not homes[0] & homes[1]
+
+
+@pytest.mark.parametrize("redundant", [0, 2, 16])
+def test_the_first_placement_is_a_slot_for_each_and_replicas(tiny, redundant):
+    config = read_config(tiny("v3_base"))
+    placements = spread_experts(config, ShardPlan.parse("tp2.ep2"), redundant)
+    assert len(placements) == len(moe_layers(config)) == 3
+    assert {placement.slots_per_rank for placement in placements} == {8 + redundant // 2}
+    check_placements(config, Ranks(ShardPlan.parse("tp2.ep2")), placements)
 
 
 @pytest.mark.parametrize(

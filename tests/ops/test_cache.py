@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from msds_ops.attention import attend_latent, attention_bias
-from msds_ops.cache import cache_read, cache_write, cache_write_numpy, context_mask, context_slots, head_rows
+from msds_ops.cache import cache_add, cache_read, cache_write, cache_write_numpy, context_mask, context_slots, head_rows
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +26,25 @@ def writers():
         return compile(step, bound=(), donated=cache, batch=batch, in_place=impl == "portable")
 
     return {impl: make(impl) for impl in ("reference", "portable")}
+
+
+@pytest.mark.parametrize("impl", ["reference", "portable"])
+def test_rows_are_added_to(impl):
+    from msds_graphs.compile import compile
+
+    def step(bound, cache, batch):
+        added = cache_add(cache, batch["values"], 1, impl)
+        return added + 0, cache_add(added, batch["values"], 0, impl)
+
+    values = np.arange(6, dtype=np.int32).reshape(2, 3)
+    counts = np.full((4, 3), 100, np.int32)
+    compiled = compile(step, bound=(), donated=counts, batch={"values": values}, in_place=impl == "portable")
+    want = np.full((4, 3), 100)
+    for _ in range(2):
+        want[1:3] += values
+        np.testing.assert_array_equal(compiled({"values": values})[:1], want[:1])
+        want[0:2] += values
+        np.testing.assert_array_equal(compiled.donated.asnumpy(), want)
 
 
 def fresh(step):

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from msds_ops.moe import (
     block_shape,
+    count_chosen,
+    count_chosen_numpy,
     moe_experts,
     moe_experts_numpy,
     place_pairs,
@@ -56,6 +58,17 @@ class TestRouting:
         assert idx.dtype == np.int32
         assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 16 for row in idx.tolist())
         assert np.isfinite(weights).all()
+
+    def test_chosen_experts_are_counted_without_padding(self, run, rng):
+        def counted(batch):
+            return count_chosen(batch["idx"], 6)
+
+        idx = rng.integers(0, 5, (9, 3)).astype(np.int32)  # nobody chooses expert 5
+        idx[::3] = 6
+        got = run(counted, {"idx": idx})
+        np.testing.assert_array_equal(got, count_chosen_numpy(idx, 6))
+        assert got.dtype == np.int32
+        assert got.sum() == 6 * 3
 
     def test_group_score_is_the_sum_of_two_or_the_best(self, run):
         def selected(batch):

@@ -28,8 +28,9 @@ Arrays = dict[str, Any]
 @dataclass(frozen=True)
 class Case:
     """lengths: of the texts of each replica, at most two, none for an idle one, but not for all. spare: slots per rank
-    beyond the experts' own, which makes placements be used and swapped. updates: new weights are put in after the
-    steps. short: one layer, with experts where the model has any, and the MTP layers: half the time to compile."""
+    beyond the experts' own, which makes placements be used and swapped, and experts be counted. updates: new weights
+    are put in after the steps. short: one layer, with experts where the model has any, and the MTP layers: half the
+    time to compile."""
 
     variant: str
     plan: str
@@ -54,7 +55,7 @@ class Case:
 
 CASES = (
     Case("v3_base", "tp2.ep2", drafts=DRAFTS, short=False),
-    Case("v3_base", "dp2.ep2", ((7, 3), (5,)), spare=1),
+    Case("v3_base", "dp2.ep2", ((7, 3), (5,)), drafts=DRAFTS, spare=1),
     Case("v2_lite", "tp2"),  # experts cut by width alone
     Case("v2_lite", "dp2", ((), (4, 2))),  # the same, over replicas
     Case("llama_base", "dp2", ((5, 2), (7,))),
@@ -94,6 +95,7 @@ def make_runner(model: Model, case: Case) -> Runner:
         prefill_buckets=[{"S": MAX_SEQS, "Q": CHUNK, "B": BLOCKS}],
         decode_buckets=[{"S": MAX_SEQS, "Q": 1, "B": BLOCKS}],
         num_drafts=case.drafts,
+        counts_experts=case.spare is not None,
     )
 
 

@@ -24,6 +24,8 @@ def alone(parallel_folders):
         arrays = {}
         for replica in replicas:
             arrays |= cases.run(runner, case, [replica])
+        if case.spare is not None:  # every rank counts the tokens of all replicas
+            arrays["expert_counts"] = runner.expert_counts()
         if case.updates:
             model.update_weights(cases.changed_weights(cases.whole_tree(folder, model)))
             for replica in replicas:
@@ -36,7 +38,8 @@ def alone(parallel_folders):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_as_one_process(case, results, alone):
-    """Logits of prefill and decode, drafts, and the ids chosen from them, of all replicas on every rank."""
+    """Logits of prefill and decode, drafts, the ids chosen from them, and how often experts were, of all replicas on
+    every rank."""
     want = alone(case)
     for rank in range(case.ranks):
         got = results(case.name, rank)

@@ -58,6 +58,8 @@ def main(folder: Path) -> None:
 
         replicas = range(ranks.size("dp"))
         arrays = cases.run(runner, case, replicas, swap)
+        if case.spare is not None:
+            arrays["expert_counts"] = runner.expert_counts()
         compiled = compile_count()
         if case.updates:
             model.update_weights(cases.changed_weights(cases.whole_tree(path, model)))

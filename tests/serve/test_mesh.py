@@ -66,6 +66,49 @@ def test_what_cannot_be_is_refused(
         assert part in captured.err
 
 
+EP = ["--mesh", "cpu:2", "--plan", "tp2.ep2"]
+EVERY = ["--eplb-step-interval", "100"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "arguments", "names"),
+    [
+        ("v3_base", [*EVERY], ["plan tp1 has no ep", "tp2.ep2"]),
+        ("v3_base", ["--mesh", "cpu:2", *EVERY], ["plan tp2 has no ep", "tp2.ep2"]),
+        ("v3_all_dense", [*EP, *EVERY], ["no routed experts"]),
+        ("llama_base", ["--mesh", "cpu:2", *EVERY], ["llama as configured has no routed experts"]),
+        ("v3_base", [*EP, "--eplb-step-interval", "-1"], ["eplb_step_interval is -1"]),
+        ("v3_base", [*EP, *EVERY, "--num-redundant-experts", "-2"], ["num_redundant_experts is -2"]),
+        ("v3_base", [*EP, *EVERY, "--num-redundant-experts", "3"], ["16 experts and 3 replicas", "2 ranks", "use 4"]),
+        ("v3_base", [*EP, *EVERY, "--num-redundant-experts", "18"], ["num_redundant_experts is 18: with 16 each of 2"]),
+        ("v3_base", [*EP, "--num-redundant-experts", "2"], ["num_redundant_experts is 2 without eplb_step_interval"]),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(
+    tiny: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    variant: str,
+    arguments: list[str],
+    names: list[str],
+) -> None:
+    assert main(["serve", str(tiny(variant)), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    for part in names:
+        assert part in captured.err
+
+
+def test_balancing_reaches_every_rank(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr("msds_serve.cli.launch_ranks", lambda entry, arguments, *_, **__: launched.append(arguments))
+    assert main(["serve", str(tiny("v3_base")), *EP, *EVERY, "--num-redundant-experts", "2"]) == 0
+    (arguments,) = launched
+    assert (
+        arguments["arguments"]["engine"] | {"eplb_step_interval": 100, "num_redundant_experts": 2}
+        == (arguments["arguments"]["engine"])
+    )
+
+
 def test_the_service_is_checked_first(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny("v3_base")), "--mesh", "cpu:2", "--port", "99999"]) == 2
     assert "port is 99999" in capsys.readouterr().err

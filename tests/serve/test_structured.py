@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from starlette.testclient import TestClient
+from httpx import Client
 
 from msds.constraints.grammars import GrammarCompiler, TokenTable
 from msds.errors import ConstraintError
@@ -45,13 +46,12 @@ def formatted(strict: bool = True, schema: Any = SCHEMA) -> dict[str, Any]:
 
 
 @pytest.fixture
-def bias(service: Service) -> dict[str, float]:
+def bias(folder: Path) -> dict[str, float]:
     """The thinking, which every chat of this model begins with, ends at once; no whitespace, which is endless."""
-    model = service.llm.model
-    assert model.tokenizer is not None
-    assert model.grammars is not None
-    spaces = [id_ for id_, piece in enumerate(model.grammars.table.pieces) if piece and not piece.strip()]
-    return {str(model.tokenizer.control_ids["</think>"]): 100} | {str(id_): -100 for id_ in spaces}
+    tokenizer = Tokenizer.open(folder)
+    pieces = GrammarCompiler(tokenizer).table.pieces
+    spaces = [id_ for id_, piece in enumerate(pieces) if piece and not piece.strip()]
+    return {str(tokenizer.control_ids["</think>"]): 100} | {str(id_): -100 for id_ in spaces}
 
 
 @pytest.fixture(params=TEMPLATES)
@@ -91,7 +91,7 @@ def joined(chunks: list[Any], index: int = 0) -> tuple[str, list[tuple[str, str]
 
 class TestFormats:
     @pytest.mark.parametrize("strict", [True, False])
-    def test_a_schema_after_the_reasoning(self, client: TestClient, bias: dict[str, float], strict: bool) -> None:
+    def test_a_schema_after_the_reasoning(self, client: Client, bias: dict[str, float], strict: bool) -> None:
         fields = {"response_format": formatted(strict), "max_tokens": 90, "logit_bias": bias, "temperature": 1}
         whole = chat(client, **fields, n=2, seed=4).json()
         assert len({choice["message"]["content"] for choice in whole["choices"]}) == 2
@@ -104,7 +104,7 @@ class TestFormats:
         for choice in whole["choices"]:
             assert joined(chunks, choice["index"])[::2] == (choice["message"]["content"], "stop")
 
-    def test_the_reasoning_is_not_masked(self, client: TestClient) -> None:
+    def test_the_reasoning_is_not_masked(self, client: Client) -> None:
         """Without help the thinking goes on to the end of the budget, in any text."""
         same = chat(client, max_tokens=12, ignore_eos=True).json()
         constrained = chat(client, max_tokens=12, ignore_eos=True, response_format={"type": "json_object"}).json()
@@ -112,14 +112,6 @@ class TestFormats:
         assert choice["message"] == same["choices"][0]["message"]
         assert choice["message"]["content"] == ""
         assert choice["finish_reason"] == "length"
-
-    def test_at_once_where_thinking_is_off(
-        self, client: TestClient, tools_template: str, bias: dict[str, float]
-    ) -> None:
-        response = chat(client, response_format=formatted(), max_tokens=60, logit_bias=bias)
-        answer = message(response)
-        assert answer.get("reasoning_content") is None
-        jsonschema.validate(json.loads(answer["content"]), SCHEMA)
 
     @pytest.mark.parametrize(
         ("outputs", "texts"),
@@ -131,7 +123,7 @@ class TestFormats:
         ],
     )
     def test_structured_outputs(
-        self, client: TestClient, bias: dict[str, float], outputs: dict[str, Any], texts: set[str]
+        self, client: Client, bias: dict[str, float], outputs: dict[str, Any], texts: set[str]
     ) -> None:
         assert message(chat(client, structured_outputs=outputs, logit_bias=bias, max_tokens=60))["content"] in texts
         body = {"model": "tiny", "prompt": ["one", "two"], "structured_outputs": outputs, "seed": 1, "logprobs": 2}
@@ -141,15 +133,22 @@ class TestFormats:
         for choice in choices:
             assert all(value > -1e5 for value in choice["logprobs"]["token_logprobs"])
 
-    def test_running_out_of_tokens(self, client: TestClient, bias: dict[str, float]) -> None:
+    def test_running_out_of_tokens(self, client: Client, bias: dict[str, float]) -> None:
         body = {"model": "tiny", "prompt": "x", "max_tokens": 3, "response_format": formatted(), "logit_bias": bias}
         (choice,) = client.post(COMPLETIONS, json=body).json()["choices"]
         assert choice["finish_reason"] == "length"
         assert choice["text"].startswith('{"')
 
 
+def test_at_once_where_thinking_is_off(client: Client, tools_template: str, bias: dict[str, float]) -> None:
+    response = chat(client, response_format=formatted(), max_tokens=60, logit_bias=bias)
+    answer = message(response)
+    assert answer.get("reasoning_content") is None
+    jsonschema.validate(json.loads(answer["content"]), SCHEMA)
+
+
 class TestCalls:
-    def test_required(self, client: TestClient, tools_template: str, bias: dict[str, float]) -> None:
+    def test_required(self, client: Client, tools_template: str, bias: dict[str, float]) -> None:
         fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "logit_bias": bias}
         names = set()
         for seed in range(4):
@@ -165,7 +164,7 @@ class TestCalls:
                 assert arguments == {}
         assert names <= {"look", "go"}
 
-    def test_named_streamed_and_whole(self, client: TestClient, tools_template: str, bias: dict[str, float]) -> None:
+    def test_named_streamed_and_whole(self, client: Client, tools_template: str, bias: dict[str, float]) -> None:
         choice = {"type": "function", "function": {"name": "look"}}
         fields = {"tools": TOOLS, "tool_choice": choice, "logit_bias": bias, "max_tokens": 110}
         whole = chat(client, **fields).json()["choices"][0]
@@ -177,11 +176,11 @@ class TestCalls:
         assert (content, calls) == ("", [("look", call["function"]["arguments"])])
         assert reason == whole["finish_reason"] == "tool_calls"
 
-    def test_a_cut_call(self, client: TestClient, tools_template: str, bias: dict[str, float]) -> None:
+    def test_a_cut_call(self, client: Client, tools_template: str, bias: dict[str, float]) -> None:
         fields = {"tools": TOOLS, "tool_choice": "required", "logit_bias": bias, "max_tokens": 10}
         assert chat(client, **fields).json()["choices"][0]["finish_reason"] == "length"
 
-    def test_a_format_beside_tools(self, client: TestClient, tools_template: str, bias: dict[str, float]) -> None:
+    def test_a_format_beside_tools(self, client: Client, tools_template: str, bias: dict[str, float]) -> None:
         """The answer is a call or in the format, each whole."""
         fields = {"tools": TOOLS, "response_format": formatted(), "logit_bias": bias, "max_tokens": 110}
         for seed in range(4):
@@ -193,7 +192,7 @@ class TestCalls:
                 assert not answer["message"]["content"]
 
     def test_strict_functions_constrain_a_free_choice_and_others_do_not(
-        self, client: TestClient, tools_template: str, service: Service, monkeypatch: pytest.MonkeyPatch
+        self, client: Client, tools_template: str, service: Service, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen = []
         add = service.llm.engine.add
@@ -221,9 +220,7 @@ class TestRefusals:
             ({"response_format": {"type": "xml"}}, "response_format", ["xml"]),
         ],
     )
-    def test_before_anything_runs(
-        self, client: TestClient, service: Service, fields: Any, param: str, names: list[str]
-    ) -> None:
+    def test_before_anything_runs(self, client: Client, fields: Any, param: str, names: list[str]) -> None:
         for path, body in ((CHAT, {"messages": USER}), (COMPLETIONS, {"prompt": ["a", "b"]})):
             for stream in (False, True):
                 response = client.post(path, json={"model": "tiny", "stream": stream, **body, **fields})
@@ -232,10 +229,9 @@ class TestRefusals:
                 assert error["param"] == param
                 for name in names:
                     assert name in error["message"]
-        wait_until_idle(service)
-        assert service.engine.stats.referenced_blocks == 0
+        wait_until_idle(client)
 
-    def test_tools(self, client: TestClient, tools_template: str) -> None:
+    def test_tools(self, client: Client, tools_template: str) -> None:
         bad = [
             TOOLS[1],
             {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"not": {}}}}}},
@@ -252,14 +248,14 @@ class TestRefusals:
         assert response.status_code == 400
         assert "fly" in response.json()["error"]["message"]
 
-    def test_a_template_without_calls(self, client: TestClient) -> None:
+    def test_a_template_without_calls(self, client: Client) -> None:
         response = chat(client, tools=TOOLS, tool_choice="required")
         assert response.status_code == 400
         assert "tools" in response.json()["error"]["message"]
 
 
 def test_a_stuck_constraint_fails_its_request_alone(
-    service: Service, client: TestClient, monkeypatch: pytest.MonkeyPatch
+    service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "tiny", "prompt": "a", "structured_outputs": {"choice": ["stuck here"]}}
 

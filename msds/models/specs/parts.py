@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from msds.config import DeepseekConfig, ModelConfig
 from msds.models.specs import tree_bytes
-from msds.models.specs.placement import ExpertPlacement
+from msds.models.specs.placement import ExpertPlacement, balance_experts
 from msds.models.specs.rules import check_plan, is_executed, sharding_rules
 from msds_graphs.errors import GraphError
 from msds_graphs.ranks import Ranks
-from msds_graphs.sharding import rank_shards
+from msds_graphs.sharding import ShardPlan, rank_shards
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
 
 _EXPERTS = re.compile(r"(layers|mtp)\.(\d+)\.mlp\.experts\.\w+")
@@ -80,6 +80,34 @@ def moe_layers(config: ModelConfig) -> list[tuple[str, int]]:
     return main + [("mtp", i) for i in range(config.num_nextn_predict_layers)]
 
 
+def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> tuple[ExpertPlacement, ...]:
+    """A placement per MoE layer before anything is known of their load, with `num_redundant` slots more than experts.
+
+    GraphError where there are no experts, one rank holds them all, or the slots cannot be dealt to the ranks.
+    """
+    layers = moe_layers(config)
+    if not layers:
+        raise GraphError(f"{config.model_type} as configured has no routed experts: there is nothing to balance")
+    assert isinstance(config, DeepseekConfig)
+    experts, ep = config.n_routed_experts, plan.ep
+    if ep == 1:
+        raise GraphError(
+            f"plan {plan} has no ep: all experts of a layer are on each rank, and there is nothing to balance; "
+            "use several ranks with a plan such as tp2.ep2"
+        )
+    if (experts + num_redundant) % ep:
+        raise GraphError(
+            f"num_redundant_experts is {num_redundant}: {experts} experts and {num_redundant} replicas cannot be dealt "
+            f"evenly to {ep} ranks of ep; use {num_redundant - (experts + num_redundant) % ep + ep}"
+        )
+    if num_redundant > experts * (ep - 1):
+        raise GraphError(
+            f"num_redundant_experts is {num_redundant}: with {experts * (ep - 1)} each of {ep} ranks holds all "
+            f"{experts} experts already"
+        )
+    return (balance_experts([1.0] * experts, ep, (experts + num_redundant) // ep),) * len(layers)
+
+
 def check_placements(config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]) -> None:
     """GraphError unless there are none, or one per MoE layer that fits the model and the plan."""
     if not placements:
@@ -105,9 +133,9 @@ def local_specs(spec_tree: Tree, parts: Mapping[str, Part]) -> Tree:
     )
 
 
-def rank_bytes(spec_tree: Tree, config: ModelConfig, ranks: Ranks) -> int:
+def rank_bytes(spec_tree: Tree, config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement] = ()) -> int:
     """Bytes of what the rank holds of a spec tree. GraphError as `rank_parts`."""
-    return tree_bytes(local_specs(spec_tree, rank_parts(spec_tree, config, ranks)))
+    return tree_bytes(local_specs(spec_tree, rank_parts(spec_tree, config, ranks, placements)))
 
 
 def cut_tree(tree: Tree, parts: Mapping[str, Part]) -> Tree:

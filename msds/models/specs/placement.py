@@ -118,6 +118,35 @@ def balance_experts(
     return ExpertPlacement(experts, tuple(rows))
 
 
+def rebalance_experts(old: ExpertPlacement, counts: Sequence[float]) -> ExpertPlacement:
+    """`balance_experts` in the slots of `old`, with as few of them changed as is easy to see.
+
+    Which rank gets which experts makes no difference to the load, so each rank gets those that it mostly has, and an
+    expert that stays on a rank stays in its slot. Ranks must be alike: placements with nodes are not made here.
+    """
+    rows = [set(row) for row in balance_experts(counts, old.ranks, old.slots_per_rank).slots]
+    pairs = [(len(row & set(held)), -i, -rank) for i, row in enumerate(rows) for rank, held in enumerate(old.slots)]
+    new: dict[int, tuple[int, ...]] = {}
+    taken = set[int]()
+    for _, i, rank in sorted(pairs, reverse=True):
+        if -rank not in new and i not in taken:
+            taken.add(i)
+            new[-rank] = _settled(rows[-i], old.slots[-rank])
+    return ExpertPlacement(old.num_experts, tuple(new[rank] for rank in range(old.ranks)))
+
+
+def count_moves(old: ExpertPlacement, new: ExpertPlacement) -> int:
+    """Slots that hold another expert."""
+    pairs = zip(old.slots, new.slots, strict=True)
+    return sum(one != other for held, row in pairs for one, other in zip(held, row, strict=True))
+
+
+def _settled(row: set[int], held: tuple[int, ...]) -> tuple[int, ...]:
+    """The experts of a row, those that are held where they are."""
+    coming = iter(sorted(row - set(held)))
+    return tuple(expert if expert in row else next(coming) for expert in held)
+
+
 def _deal(load: npt.NDArray[np.float64], bins: int) -> list[list[int]]:
     """As many items for each bin, the heaviest first to the lightest bin that has room."""
     room, total = len(load) // bins, np.zeros(bins)

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import OptionError
+from msds_serve.commands import given
 
 STEP_TIMEOUT = 300.0
+BALANCE_OPTIONS = ("eplb_step_interval", "num_redundant_experts")
 
 
 def add_mesh(command: argparse.ArgumentParser) -> None:
@@ -25,6 +27,40 @@ def add_mesh(command: argparse.ArgumentParser) -> None:
         help=f"a process that is longer in a step is lost, and all end; default {STEP_TIMEOUT:g}",
     )
     add_cluster(ranks)
+
+
+def add_balance(command: argparse.ArgumentParser) -> None:
+    """Options of expert balancing, named as elsewhere in this field."""
+    experts = command.add_argument_group("expert balancing (EPLB; needs a plan with ep)")
+    experts.add_argument(
+        "--eplb-step-interval",
+        metavar="STEPS",
+        type=int,
+        help="every STEPS steps count how often experts were chosen and, where that evens the load of ranks out, "
+        "move experts between two steps; answers stay the same; default 0, never",
+    )
+    experts.add_argument(
+        "--num-redundant-experts",
+        metavar="N",
+        type=int,
+        help="replicas per MoE layer, over all ranks, of the experts that are chosen most; default 0",
+    )
+
+
+def check_balance(plan: str, options: argparse.Namespace) -> None:
+    """OptionError where the options of balancing, or they with the plan and the model, cannot be."""
+    from msds.config import read_config
+    from msds.models.specs.parts import spread_experts
+    from msds.options import EngineOptions
+    from msds_graphs.errors import GraphError
+    from msds_graphs.sharding import ShardPlan
+
+    checked = EngineOptions(**given(options, BALANCE_OPTIONS))
+    if checked.eplb_step_interval:
+        try:
+            spread_experts(read_config(options.model), ShardPlan.parse(plan), checked.num_redundant_experts)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
 
 
 def add_cluster(ranks: Any) -> None:

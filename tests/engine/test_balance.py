@@ -1,0 +1,96 @@
+"""When experts are moved, and what is said of it; the runner is a stand-in that counts what it is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from msds.engine.balance import BalanceStats, ExpertBalance, imbalance
+from msds.models.specs.placement import ExpertPlacement, balance_experts
+
+RUNS = ExpertPlacement.contiguous(8, 2)
+SPARE = balance_experts([1] * 8, 2, 5)
+
+
+class Counting:
+    """Two layers of eight experts on two ranks."""
+
+    def __init__(self, placement: ExpertPlacement, start: int = 0) -> None:
+        self.model = SimpleNamespace(placements=(placement, placement))
+        self.total = np.full((2, 8), start, np.int64)
+        self.placed = 0
+
+    def expert_counts(self) -> Any:
+        return self.total.astype(np.int32)  # wraps
+
+    def place_experts(self, placements: Sequence[ExpertPlacement]) -> None:
+        self.model.placements = tuple(placements)
+        self.placed += 1
+
+    def compute(self, balance: ExpertBalance, *counts: list[int]) -> None:
+        self.total += np.array(counts)
+        balance.after_step(self)  # type: ignore[arg-type]
+
+
+HOT, EVEN, NONE = [9, 9, 9, 9, 1, 1, 1, 1], [3] * 8, [0] * 8
+
+
+@pytest.mark.parametrize("placement", [RUNS, SPARE], ids=["none spare", "two spare"])
+def test_a_skewed_load_is_evened_out(placement: ExpertPlacement, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "msds")
+    runner, balance = Counting(placement), ExpertBalance(2)
+    hot = [9 if expert not in placement.slots[1] else 1 for expert in range(8)]
+    even = [2 * placement.tables()["num_replicas"][expert] for expert in range(8)]
+    runner.compute(balance, hot, even)
+    assert balance.stats == BalanceStats(None, 0, 0)
+    runner.compute(balance, hot, even)
+    before = imbalance((placement, placement), np.array([hot, even]))
+    assert balance.stats.imbalance == pytest.approx(before)
+    assert (balance.stats.rebalancings, runner.placed) == (1, 1)
+    assert runner.model.placements[1] is placement  # it was even already
+    after = imbalance(runner.model.placements, np.array([hot, even]))
+    assert 1 <= after < before
+    (line,) = caplog.messages
+    assert f"the busiest rank of ep had {before:.2f} times the mean load, and would have had {after:.2f}" in line
+    assert f"{balance.stats.moves} of {4 * placement.slots_per_rank} slots changed" in line
+    for _ in range(2):
+        runner.compute(balance, hot, even)
+    assert (balance.stats.rebalancings, runner.placed) == (1, 1)  # nothing is gained by more
+    assert balance.stats.imbalance == pytest.approx(after)
+    assert "experts stay" in caplog.messages[-1]
+
+
+def test_counts_are_of_the_last_interval_alone() -> None:
+    runner, balance = Counting(RUNS), ExpertBalance(1)
+    runner.compute(balance, EVEN, EVEN)
+    runner.compute(balance, HOT, EVEN)
+    assert balance.stats.imbalance == pytest.approx(imbalance((RUNS, RUNS), np.array([HOT, EVEN])))
+
+
+def test_counters_may_wrap() -> None:
+    runner, balance = Counting(RUNS), ExpertBalance(1)
+    runner.compute(balance, [2**31 - 2] * 8, [2**31 - 2] * 8)
+    runner.compute(balance, HOT, HOT)
+    assert balance.stats.imbalance == pytest.approx(36 / 20)
+
+
+def test_a_little_skew_moves_nothing() -> None:
+    runner, balance = Counting(RUNS), ExpertBalance(1)
+    little = [50, 50, 50, 51, 49, 50, 50, 50]
+    runner.compute(balance, little, little)
+    assert balance.stats.imbalance == pytest.approx(201 / 200)
+    assert runner.placed == 0
+
+
+def test_steps_without_tokens_say_nothing() -> None:
+    runner, balance = Counting(RUNS), ExpertBalance(1)
+    runner.compute(balance, NONE, NONE)
+    assert balance.stats == BalanceStats(None, 0, 0)
+    runner.compute(balance, HOT, NONE)  # a layer that nothing ran through stays as it is
+    assert runner.model.placements[1] is RUNS
+    assert runner.placed == 1
