@@ -41,7 +41,7 @@ class Score:
         n, p, z = self.count, self.accuracy, Z95
         middle = (p + z * z / (2 * n)) / (1 + z * z / n)
         half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return middle - half, middle + half
+        return max(0.0, middle - half), min(1.0, middle + half)
 
 
 NO_REASONING = "\n</think>\n\n"

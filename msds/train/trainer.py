@@ -165,7 +165,8 @@ class Trainer:
         say = progress if progress is not None and self._writes else (lambda line: None)
         check_not_beyond(self.folder, self.done, options.steps, "step")
         self._seen = same_texts(self.folder, self.done, self._seen, digest(one.token_ids for one in examples))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
         since = self.done
         with open_log(self.folder) if self._writes else Path(os.devnull).open("a", encoding="utf-8") as log:
             if self.done == options.steps:

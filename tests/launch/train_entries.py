@@ -45,7 +45,7 @@ def train(model: str, folder: Path, ranks: Ranks | None = None) -> Trainer:
 def go_on(trainer: Trainer, folder: Path) -> None:
     """The rest of the run whose state is in `folder`."""
     trainer.folder = folder
-    trainer.done = resume_state(folder, trainer.step, trainer._identity())
+    trainer.done, trainer._seen = resume_state(folder, trainer.step, trainer._identity())
     assert trainer.done == 1
     trainer.run(EXAMPLES, None)
 
