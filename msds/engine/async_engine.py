@@ -78,6 +78,11 @@ class AsyncEngine:
         for tell in list(self._tellers):
             tell(EngineStoppedError(f"the engine failed: {reason}"))
 
+    def end_requests(self, reason: str) -> None:
+        """Whoever waits for an answer gets EngineStoppedError; the engine itself goes on. On the event loop."""
+        for tell in list(self._tellers):
+            tell(EngineStoppedError(reason))
+
     @property
     def seconds_since_turn(self) -> float:
         """Age of the last time the thread came round; large while a graph call hangs."""

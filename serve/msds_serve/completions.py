@@ -38,6 +38,7 @@ class CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
         request = self._request
         self._service.check_model(request.model)
+        self._service.check_count(self._num_choices, "prompt")
         self._prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
         self._sources = []
         for index, ids in enumerate(self._prompts):
@@ -129,6 +130,7 @@ class CompletionRun:
 
     def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
         if isinstance(prompt, str):
+            self._service.check_length(len(prompt), "prompt")
             ids = self._service.tokenizer.encode(prompt, bos=self._request.add_special_tokens)
             if not ids:
                 raise bad_request("the prompt is empty and this model has no token to begin with", param="prompt")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import math
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -20,6 +23,8 @@ from msds_serve.app import create_app
 from msds_serve.request_log import RequestLog
 from msds_serve.service import Service, ServiceOptions
 
+LAST_ANSWERS_SECONDS = 5.0
+"""What requests that were told to end have to say so to their clients."""
 LAST_WORDS_SECONDS = 1.5
 """While /ready says 503 and why, before a service that has lost a rank ends."""
 
@@ -37,10 +42,23 @@ def serve(
     """Serve a checkpoint folder until SIGTERM or SIGINT; running requests are given drain_seconds to finish.
 
     engine: options of `LLM`; service: fields of `ServiceOptions`; request_log: file of the request log, none without.
-    What is wrong with either, or with the checkpoint, raises before the port is opened. team: the other ranks, where
-    there are some; a SIGTERM is then handled here to the end, so that they can be told.
+    What is wrong with either, with the address or with the checkpoint raises before anything is compiled; the address
+    is taken at once and listened to when all is warm. team: the other ranks, where there are some; a SIGTERM is then
+    handled here to the end, so that they can be told.
     """
     options = checked_options(port, service)
+    with _bind(host, port) as address:
+        _serve(path, address, options, engine, request_log, team)
+
+
+def _serve(
+    path: str,
+    address: socket.socket,
+    options: ServiceOptions,
+    engine: Mapping[str, Any],
+    request_log: str | None,
+    team: Leader | None,
+) -> None:
     log = RequestLog(Path(request_log)) if request_log is not None else None
     _log_to_stderr()
     llm = LLM(path, team=team, **engine)
@@ -50,9 +68,48 @@ def serve(
     if team is not None:
         team.on_failure = lambda problem: _break_off(served, team, problem)
         signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains on it and raises it again
-    logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], host, port)
-    drain = math.ceil(options.drain_seconds)
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=drain)
+    logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], *address.getsockname()[:2])
+    patience = math.ceil(options.drain_seconds + LAST_ANSWERS_SECONDS)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience)
+    _Server(config, served).run(sockets=[address])
+
+
+class _Server(uvicorn.Server):
+    """Ends what still runs after drain_seconds by telling it so, a moment before uvicorn would cut it off."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, called on SIGTERM and SIGINT: no new connections, and an end to those that are there."""
+        ending = asyncio.create_task(self._end_requests())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+
+    async def _end_requests(self) -> None:
+        seconds = self._service.options.drain_seconds
+        await asyncio.sleep(seconds)
+        self._service.engine.end_requests(f"the server stops, and {seconds:g} s to finish are over")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """The address, taken but not listened to; OptionError where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.ExitStack() as stack:
+            bound = stack.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            stack.pop_all()
+    except OSError as error:
+        raise OptionError(
+            f"host {host} with port {port} cannot be served on: {error.strerror or error}; choose another --port or "
+            "--host, or stop what has it"
+        ) from None
+    return bound
 
 
 def checked_options(port: int, service: Mapping[str, Any]) -> ServiceOptions:

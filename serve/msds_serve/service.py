@@ -6,8 +6,9 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from msds import __version__
 from msds.constraints import Constraint
@@ -147,6 +148,33 @@ class Service:
         if name is not None and name not in self.options.model_names:
             raise model_not_found(name, self.options.model_names)
 
+    def check_count(self, answers: int, field: str) -> None:
+        """ApiError 400 for more answers in one request than may ever wait: a retry would not help."""
+        most = self.llm.options.max_waiting
+        if most is not None and answers > most:
+            raise bad_request(
+                f"the request asks for {answers} answers, but at most {most} may wait: ask for fewer", param=field
+            )
+
+    def check_length(self, characters: int, field: str) -> None:
+        """ApiError 400 for a text so long that no tokens of it fit, before seconds are spent on counting them.
+
+        A token has at most as many characters as bytes, and a normaliser makes at most four characters into one.
+        """
+        most = 4 * self.llm.max_model_len * self._longest_token
+        if characters > most:
+            raise bad_request(
+                f"the prompt has {characters} characters, far more than the context of {self.llm.max_model_len} tokens "
+                "holds; shorten the prompt",
+                param=field,
+                code="context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes."""
+        return max(len(self.tokenizer.token_bytes(id_)) for id_ in range(self.llm.model.config.vocab_size))
+
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
         return await asyncio.to_thread(self._chat_prompt, request)
@@ -210,6 +238,7 @@ class Service:
             return None  # a base model, or none with a tokenizer: completions only
 
     def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
+        self.check_length(_characters(request.messages), "messages")
         tools = request.tools if request.tool_choice.kind != "none" else ()
         ids = self.chat.encode(
             request.messages,
@@ -223,3 +252,14 @@ class Service:
             parallel = request.parallel_tool_calls
             constraint = call_constraint(layout, tools, request.tool_choice, parallel=parallel, otherwise=constraint)
         return ChatPrompt(ids, start, layout, constraint)
+
+
+def _characters(value: object) -> int:
+    """Of all strings in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(part) for part in value.values())
+    if isinstance(value, Sequence):
+        return sum(_characters(part) for part in value)
+    return 0

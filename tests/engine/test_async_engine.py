@@ -113,6 +113,20 @@ def test_what_add_refuses_is_raised_to_the_caller(llm: msds.LLM) -> None:
     with_engine(llm, work)
 
 
+def test_requests_that_are_ended_say_why_and_the_engine_goes_on(llm: msds.LLM) -> None:
+    async def work(engine: AsyncEngine) -> None:
+        params = msds.SamplingParams(max_tokens=100, ignore_eos=True)
+        updates = engine.generate([2, 3], params)
+        await anext(updates)
+        engine.end_requests("the server stops")
+        with pytest.raises(EngineStoppedError, match="the server stops"):
+            async for _ in updates:
+                pass
+        assert len(await collect(engine, [2, 3])) == 8
+
+    with_engine(llm, work)
+
+
 def test_new_weights_take_over_without_compiling(tiny: Tiny, llm: msds.LLM) -> None:
     """Tokens after the update are those of the new weights over everything said so far; nothing compiles."""
     tree = other_weights(llm, 1)

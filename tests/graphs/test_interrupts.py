@@ -15,7 +15,11 @@ def send(number):
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """As in a foreground process: one that a shell has put into the background ignores SIGINT."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -31,7 +35,6 @@ def test_an_interrupt_waits_for_the_end(number, caplog):
         send(number)
         done.append("work")
 
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pytest.raises(KeyboardInterrupt):
         work()
     assert done == ["work"]

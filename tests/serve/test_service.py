@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from httpx import Client
 
+from msds_serve.protocol.errors import ApiError
 from msds_serve.service import Service
 from tests.serve.conftest import mesh_of
 
@@ -163,6 +164,7 @@ class TestRefusals:
             ({"temperature": -1}, 400, ["temperature"]),
             ({"max_tokens": 1000}, 400, ["max_tokens", "1000", "128"]),
             ({"messages": [{"role": "user", "content": "many words " * 200}]}, 400, ["128"]),
+            ({"messages": [{"role": "user", "content": "x" * 19_000}]}, 400, ["128"]),
             ({"best_of": 2}, 400, ["best_of"]),
             ({"no_such_field": 1}, 400, ["no_such_field"]),
             ({"stream_options": {"include_usage": True}}, 400, ["stream_options"]),
@@ -187,6 +189,11 @@ class TestRefusals:
         assert param(COMPLETIONS, prompt=["a", words]) == "prompt"
         assert param(CHAT, messages=[{"role": "user", "content": words}]) == "messages"
         assert param(COMPLETIONS, prompt="a", max_tokens=128) == "max_tokens"
+
+    def test_more_prompts_than_may_ever_wait_are_no_matter_of_trying_again(self, client: Client) -> None:
+        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": ["a"] * 20, "n": 2})
+        assert response.status_code == 400
+        assert "asks for 40 answers, but at most 32 may wait" in response.json()["error"]["message"]
 
     def test_bodies(self, client: Client) -> None:
         assert client.post(CHAT, content=b"{").status_code == 400
@@ -248,3 +255,9 @@ def test_nothing_compiles_after_every_shape_was_seen(client: Client, warm: None)
         echo = body | {"echo": True, "logprobs": 2}
         assert client.post(COMPLETIONS, json=echo).status_code == 200
     assert metric(client, "msds_graph_compilations_total") == before > 0
+
+
+def test_a_text_far_too_long_is_refused_before_it_is_cut_into_tokens(service: Service) -> None:
+    service.check_length(1000, "prompt")
+    with pytest.raises(ApiError, match="has 1000000 characters, far more than the context of 128 tokens"):
+        service.check_length(10**6, "prompt")
