@@ -5,10 +5,28 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("msds")
+
+
+@contextmanager
+def collected(tell: Callable[[], None] | None = None) -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM as they arrive, instead of what they did before. tell: called at the first of them."""
+    received: list[signal.Signals] = []
+
+    def receive(number: int, frame: object) -> None:
+        if not received and tell is not None:
+            tell()
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -23,22 +41,11 @@ def held_back(what: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received: list[int] = []
-
-    def receive(number: int, frame: object) -> None:
-        if not received:
-            logger.warning("interrupted: ends when %s is done, which may take a while", what)
-        received.append(number)
-
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with collected(
+        lambda: logger.warning("interrupted: ends when %s is done, which may take a while", what)
+    ) as received:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    if received and signal.getsignal(received[0]) == signal.SIG_DFL:
+        raise KeyboardInterrupt
     if received:
-        handler = before[signal.Signals(received[0])]
-        if callable(handler):
-            handler(received[0], None)
-        elif handler != signal.SIG_IGN:
-            raise KeyboardInterrupt
+        signal.raise_signal(received[0])

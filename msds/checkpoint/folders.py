@@ -27,9 +27,14 @@ def check_new_folder(target: Path) -> None:
     the work, not after."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is not an empty folder; name a new one")
-    parent = next(parent for parent in target.absolute().parents if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise CheckpointError(f"{target} cannot be made: {parent} is no folder that may be written to")
+    if (obstacle := obstacle_to(target.absolute().parent)) is not None:
+        raise CheckpointError(f"{target} cannot be made: {obstacle} is no folder that may be written to")
+
+
+def obstacle_to(folder: Path) -> Path | None:
+    """What keeps an absolute path from being, or becoming, a folder to write to: the nearest that exists; else None."""
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    return None if nearest.is_dir() and os.access(nearest, os.W_OK) else nearest
 
 
 @contextmanager

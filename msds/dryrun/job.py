@@ -8,7 +8,6 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from msds.config import DeepseekConfig
-from msds.engine.ladder import step_ladders
 from msds.engine.runner import HEAD_ROWS
 from msds.errors import OptionError
 from msds.models.specs import model_specs
@@ -84,14 +83,7 @@ class Job:
     @property
     def ladders(self) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
         """The shapes that serving compiles: (prefill, decode), ascending."""
-        engine = self.demand.engine
-        return step_ladders(
-            max_model_len=self.demand.max_model_len,
-            max_num_seqs=self.texts,
-            prefill_chunk=engine.prefill_chunk,
-            block_size=engine.block_size,
-            num_drafts=self.mtp,
-        )
+        return self.demand.ladders(self.demand.max_model_len, self.texts)
 
     def buckets(self, step: str) -> tuple[dict[str, int], ...]:
         """Those of a step that this job compiles: the largest, or all."""

@@ -75,11 +75,10 @@ class AsyncEngine:
     def fail(self, reason: str) -> None:
         """The device is lost, and a step may hang on it for ever: whoever waits hears of it now. From any thread."""
         self._failure = EngineStoppedError(reason)
-        for tell in list(self._tellers):
-            tell(EngineStoppedError(f"the engine failed: {reason}"))
+        self.end_requests(f"the engine failed: {reason}")
 
     def end_requests(self, reason: str) -> None:
-        """Whoever waits for an answer gets EngineStoppedError; the engine itself goes on. On the event loop."""
+        """Whoever waits for an answer gets EngineStoppedError; the engine itself goes on. From any thread."""
         for tell in list(self._tellers):
             tell(EngineStoppedError(reason))
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -24,6 +24,7 @@ from typing import IO, Any
 from msds.errors import RankError
 from msds.launch.cluster import Cluster
 from msds.launch.place import Place
+from msds_graphs.interrupts import collected
 
 logger = logging.getLogger("msds")
 
@@ -74,7 +75,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     print(f"msds: logs of {len(cluster.ranks_here)} ranks in {folder}", file=sys.stderr, flush=True)
     processes: list[_Process] = []
-    with _signals() as received:
+    with collected() as received:
         try:
             _start(processes, entry, arguments, cluster, folder, collectives, startup_seconds)
             _watch(processes, received, startup_seconds, stop_seconds)
@@ -281,18 +282,3 @@ def _end(processes: list[_Process]) -> None:
         if process.report is not None:
             os.close(process.report)
             process.report = None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM as they arrive, instead of what they did before."""
-    received: list[signal.Signals] = []
-    before = {
-        number: signal.signal(number, lambda got, _: received.append(signal.Signals(got)))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

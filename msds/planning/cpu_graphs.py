@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from msds.config import DeepseekConfig, LlamaConfig
-from msds.engine.ladder import step_ladders
 from msds.planning.demand import Demand
 from msds_graphs.sharding import ShardPlan
 
@@ -37,13 +36,7 @@ CONSTANT = 4
 def graphs_bytes(demand: Demand, plan: ShardPlan, max_model_len: int) -> int:
     """All shapes that serving compiles, on one rank."""
     engine, config = demand.engine, demand.config
-    prefill, decode = step_ladders(
-        max_model_len=max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        prefill_chunk=engine.prefill_chunk,
-        block_size=engine.block_size,
-        num_drafts=demand.mtp,
-    )
+    prefill, decode = demand.ladders(max_model_len, engine.max_num_seqs)
     total = sum(_pass_bytes(demand, plan, bucket, is_prefill=True) for bucket in prefill)
     total += sum(_pass_bytes(demand, plan, bucket, is_prefill=False) for bucket in decode)
     if isinstance(config, DeepseekConfig) and demand.mtp:

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from msds.config import DeepseekConfig, ModelConfig, read_config
+from msds.engine.ladder import step_ladders
 from msds.errors import ConfigError, OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.rules import sharding_rules
@@ -60,6 +61,16 @@ class Demand:
         """The arrays of one cache block."""
         tree = model_specs(self.config).cache_spec(self.config, 1, self.engine.block_size, self.dtype)
         return place_leaves(tree, self.rules)
+
+    def ladders(self, max_model_len: int, texts: int) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
+        """The shapes that serving compiles: (prefill, decode), ascending. texts: decoded together."""
+        return step_ladders(
+            max_model_len=max_model_len,
+            max_num_seqs=texts,
+            prefill_chunk=self.engine.prefill_chunk,
+            block_size=self.engine.block_size,
+            num_drafts=self.mtp,
+        )
 
     @property
     def is_cpu(self) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from msds.config import DeepseekConfig, max_context
-from msds.engine.ladder import step_ladders
 from msds.errors import OptionError
 from msds.models.specs.rules import check_plan
 from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
@@ -213,14 +212,7 @@ def runtime_bytes(demand: Demand, plan: ShardPlan, max_model_len: int) -> int:
     """Compiled shapes with their workspace, and the runtime itself. Estimate."""
     if demand.is_cpu:
         return PROCESS_BYTES + graphs_bytes(demand, plan, max_model_len)
-    engine = demand.engine
-    prefill, decode = step_ladders(
-        max_model_len=max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        prefill_chunk=engine.prefill_chunk,
-        block_size=engine.block_size,
-        num_drafts=demand.mtp,
-    )
+    prefill, decode = demand.ladders(max_model_len, demand.engine.max_num_seqs)
     drafting = [bucket for bucket in decode if demand.mtp and bucket["Q"] == 1]  # one graph more for each
     return (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES + RUNTIME_BYTES
 

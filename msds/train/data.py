@@ -43,23 +43,23 @@ class Example:
     where: str = "a text"
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that hold something, numbered from 1; TrainingError when it cannot be read."""
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line, content) of the lines that hold something; TrainingError for a file or a line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold what else ends a line in Unicode
     except UnicodeDecodeError as error:
         raise TrainingError(f"{path} is not text in UTF-8, from byte {error.start} on") from None
     except OSError as error:
         raise TrainingError(f"{path} cannot be read: {error}") from None
-    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-
-
-def read_line(path: Path, number: int, line: str) -> Any:
-    """What a line of JSON says; TrainingError names the line and the column."""
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise TrainingError(f"{path}, line {number} is not JSON: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise TrainingError(f"{where} is not JSON: {error}") from None
+        yield where, content
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -69,9 +69,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     "tools" may stand beside the messages.
     """
     conversations = []
-    for number, line in numbered_lines(path):
-        where = f"{path}, line {number}"
-        content = read_line(path, number, line)
+    for where, content in json_lines(path):
         try:
             messages, tools = content["messages"], content.get("tools")
             last = messages[-1]

@@ -28,12 +28,11 @@ from msds.train.objectives import Grpo, plain_logprobs
 from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import write_folder
 from msds.train.state import (
-    check_not_beyond,
+    check_goes_on,
     check_run_folder,
     digest_of_tree,
     open_log,
     resume_state,
-    same_texts,
     save_state,
 )
 from msds.train.step import COMMON_BATCH, TrainStep
@@ -144,10 +143,13 @@ class Reinforcer:
             raise TrainingError(
                 f"{len(tasks)} tasks do not fill a round of {self.options.tasks_per_round}: lower tasks_per_round"
             )
-        check_not_beyond(self.folder, self.done, self.options.rounds, "round")
         prompts = self._prompts(tasks)
-        self._seen = same_texts(self.folder, self.done, self._seen, digest(prompts))
-        self.folder.mkdir(parents=True, exist_ok=True)
+        texts = digest(prompts)
+        check_goes_on(
+            self.folder, done=self.done, wanted=self.options.rounds, unit="round", before=self._seen, texts=texts
+        )
+        self._seen = texts
+        prompted = list(zip(tasks, prompts, strict=True))
         with open_log(self.folder) as log:
             if self.done == self.options.rounds:
                 say(f"round {self.done}/{self.options.rounds}  nothing is left to train")
@@ -156,7 +158,7 @@ class Reinforcer:
                 compiled.warm_up(say)
             try:
                 while self.done < self.options.rounds:
-                    line = self._round(self._pick(tasks))
+                    line = self._round(*self._pick(prompted))
                     log.write(json.dumps(line) + "\n")
                     log.flush()
                     shown = " ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "round")
@@ -175,14 +177,14 @@ class Reinforcer:
         """The reinforced weights as a Hugging Face folder, tokenizer included."""
         return write_folder(target, self.policy.folder, self.step.params(), self.policy.config, dtype=dtype)
 
-    def _pick(self, tasks: Sequence[Task]) -> list[Task]:
-        """The tasks of this round, the same in a resumed run."""
-        return random.Random(f"{self.options.seed}:{self.done}").sample(list(tasks), self.options.tasks_per_round)
+    def _pick(self, prompted: list[tuple[Task, list[int]]]) -> tuple[list[Task], list[list[int]]]:
+        """Tasks and prompts of this round, the same in a resumed run."""
+        picked = random.Random(f"{self.options.seed}:{self.done}").sample(prompted, self.options.tasks_per_round)
+        return [task for task, _ in picked], [prompt for _, prompt in picked]
 
-    def _round(self, tasks: Sequence[Task]) -> dict[str, Any]:
+    def _round(self, tasks: Sequence[Task], prompts: Sequence[list[int]]) -> dict[str, Any]:
         options, started = self.options, time.monotonic()
         self.llm.update_weights(canonical_of_main(self.llm, self.step.params()))
-        prompts = [self.llm.model.chat.encode(task.prompt) for task in tasks]
         outputs = self.llm.generate(prompts, [self._sampling(index) for index in range(len(tasks))])
         failed = next((output for output in outputs if output.error is not None), None)
         if failed is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from msds.checkpoint.dtypes import Array
+from msds.checkpoint.folders import obstacle_to
 from msds.checkpoint.save import tensor_source, write_file
 from msds.errors import CheckpointError, TrainingError
 from msds.train.step import TrainStep
@@ -31,16 +31,16 @@ def check_run_folder(folder: Path, export: Path | None = None) -> None:
     """TrainingError for what cannot become the folder of a run, or an export that would hold it: before the work."""
     if folder.exists() and not folder.is_dir():
         raise TrainingError(f"{folder} is a file: name a folder for the run")
-    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise TrainingError(f"run folder {folder} cannot be made: {existing} is no folder that may be written to")
+    if (obstacle := obstacle_to(folder.absolute())) is not None:
+        raise TrainingError(f"run folder {folder} cannot be made: {obstacle} is no folder that may be written to")
     if export is not None and export.absolute() in (folder.absolute(), *folder.absolute().parents):
         raise TrainingError(f"the export {export} would hold the run folder {folder}: name another")
 
 
 @contextmanager
 def open_log(folder: Path) -> Iterator[TextIO]:
-    """The run's log, to be added to; TrainingError while another process has it open."""
+    """The log of a run, to be added to, in its folder; TrainingError while another process has it open."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOG_NAME).open("a", encoding="utf-8") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,19 +49,17 @@ def open_log(folder: Path) -> Iterator[TextIO]:
         yield log
 
 
-def check_not_beyond(folder: Path, done: int, wanted: int, unit: str) -> None:
-    """TrainingError for a run that has gone further than is asked for."""
+def check_goes_on(folder: Path, *, done: int, wanted: int, unit: str, before: str | None, texts: str) -> None:
+    """TrainingError for a run that is beyond what is asked for, or has begun with other texts.
+
+    done, wanted: units (steps, rounds); before, texts: digests of what it was and is trained on.
+    """
     if done > wanted:
         raise TrainingError(
             f"{folder} is at {unit} {done} already, beyond {wanted}: ask for more, or start another run"
         )
-
-
-def same_texts(folder: Path, done: int, before: str | None, now: str) -> str:
-    """`now`, the digest of what is trained on; TrainingError for a run that has begun with other texts."""
-    if done and before is not None and before != now:
+    if done and before is not None and before != texts:
         raise TrainingError(f"{folder} was trained on other texts: give it the same ones, or name another folder")
-    return now
 
 
 def digest_of_tree(tree: Tree) -> str:

@@ -21,12 +21,11 @@ from msds.train.objectives import ObjectiveSettings
 from msds.train.optimizer import AdamW, Schedule
 from msds.train.save import write_folder
 from msds.train.state import (
-    check_not_beyond,
+    check_goes_on,
     check_run_folder,
     digest_of_tree,
     open_log,
     resume_state,
-    same_texts,
     save_state,
 )
 from msds.train.step import COMMON_BATCH, Precision, StepReport, TrainStep
@@ -163,10 +162,9 @@ class Trainer:
         options, schedule = self.options, self.options.schedule
         batches = Batches(examples, sequences=options.batch_size, lengths=options.lengths, seed=options.seed)
         say = progress if progress is not None and self._writes else (lambda line: None)
-        check_not_beyond(self.folder, self.done, options.steps, "step")
-        self._seen = same_texts(self.folder, self.done, self._seen, digest(one.token_ids for one in examples))
-        if self._writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        texts = digest(one.token_ids for one in examples)
+        check_goes_on(self.folder, done=self.done, wanted=options.steps, unit="step", before=self._seen, texts=texts)
+        self._seen = texts
         since = self.done
         with open_log(self.folder) if self._writes else Path(os.devnull).open("a", encoding="utf-8") as log:
             if self.done == options.steps:

@@ -11,7 +11,7 @@ from typing import Any
 
 from msds.errors import TrainingError
 from msds.text.reasoning import ReasoningParser, Start
-from msds.train.data import numbered_lines, read_line
+from msds.train.data import json_lines
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
@@ -43,14 +43,13 @@ def read_tasks(path: Path) -> list[Task]:
     refused, for nobody would answer the calls.
     """
     tasks: list[Task] = []
-    for number, line in numbered_lines(path):
-        fields = read_line(path, number, line)
+    for where, fields in json_lines(path):
         try:
             messages: Sequence[Mapping[str, Any]] = fields["messages"]
             prompt = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-            task = Task(tuple(prompt), fields["answer"], fields.get("kind", "all"), f"{path}, line {number}")
+            task = Task(tuple(prompt), fields["answer"], fields.get("kind", "all"), where)
         except (KeyError, TypeError, IndexError, AttributeError):
-            raise TrainingError(f'{path}, line {number}: it must be {{"messages": [...], "answer": "..."}}') from None
+            raise TrainingError(f'{where}: it must be {{"messages": [...], "answer": "..."}}') from None
         if not prompt:
             raise TrainingError(f"{task.where}: messages holds no question")
         if fields.get("tools"):
