@@ -43,7 +43,10 @@ def check_schema(schema: Any, accepts: SchemaCheck) -> None:
     fault = accepts(schema)
     if fault is None:
         return
-    raise _fault(_locate(schema, accepts, fault), fault)
+    place = _locate(schema, accepts, fault)
+    if "coerce_one_of" in fault:  # a setting of llguidance, which no request can make
+        fault = "oneOf is supported only where no value can fit two of its schemas; use anyOf"
+    raise _fault(place, fault)
 
 
 def _check_own(schema: Any) -> None:

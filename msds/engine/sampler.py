@@ -80,14 +80,15 @@ class SequenceState:
         vocab_size: int,
         constraint: ConstraintState | None = None,
     ) -> None:
-        """SamplingError when `params` biases a token that the model does not have."""
+        """SamplingError when `params` biases, or ends at, a token that the model does not have."""
         self.params = params
         self.num_output = 0
         self._num_prompt = len(prompt_ids)
         self._key = stream_key(seed, choice)
-        outside = sorted(id_ for id_ in params.logit_bias if id_ >= vocab_size)
-        if outside:
-            raise SamplingError(f"logit_bias names token {outside[0]}; the model has the tokens 0 to {vocab_size - 1}")
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            outside = [id_ for id_ in ids if id_ >= vocab_size]
+            if outside:
+                raise SamplingError(f"{name} names token {outside[0]}; the model has the tokens 0 to {vocab_size - 1}")
         self._constraint = constraint
         self._all_end_ids = frozenset(end_ids) | frozenset(params.stop_token_ids)
         self._end_ids = np.array(sorted(self._all_end_ids), np.int64)

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+GIVEN = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+"""Variables that every template gets, and no request can set."""
+
+
 class ChatTemplate:
     """The chat template of a checkpoint, compiled once."""
 
@@ -37,8 +41,8 @@ class ChatTemplate:
             raise TokenizerError(f"chat templates are named {sorted(sources)}; one must be named default")
         self.sources = dict(sources)
         self._tokenizer = tokenizer
-        environment = _environment()
-        self._templates = {name: _compile(environment, name, text) for name, text in sources.items()}
+        self._environment = _environment()
+        self._templates = {name: _compile(self._environment, name, text) for name, text in sources.items()}
 
     @classmethod
     def open(cls, folder: str | Path, tokenizer: Tokenizer) -> "ChatTemplate":
@@ -51,6 +55,19 @@ class ChatTemplate:
                 "tokenizer_config.json; use a raw prompt, or put the model's template there"
             )
         return cls(sources, tokenizer)
+
+    def source_for(self, *, with_tools: bool) -> str:
+        """Name of the source that serves requests with or without tools."""
+        return "tool_use" if with_tools and "tool_use" in self.sources else "default"
+
+    def variables(self, *, with_tools: bool) -> frozenset[str]:
+        """The variables that the template takes from a request's `template_kwargs`."""
+        from jinja2 import meta
+
+        read = meta.find_undeclared_variables(
+            self._environment.parse(self.sources[self.source_for(with_tools=with_tools)])
+        )
+        return frozenset(read) - {*self._environment.globals, *self._tokenizer.named_tokens, *GIVEN}
 
     def render(
         self,
@@ -85,7 +102,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         template_kwargs: Mapping[str, Any] | None,
     ) -> str:
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = self.source_for(with_tools=bool(tools))
         try:
             shown = [self._quote_message(message, quotes, name) for message in check_messages(messages)]
             variables = {

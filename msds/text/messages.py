@@ -71,7 +71,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
     elif role == "assistant" and tool_calls:
         checked["content"] = None  # templates ask `content is none` here
     else:
-        raise PromptError(f"{where}.content is null; a {role} message needs text")
+        raise PromptError(f"{where}.content is null; a message of role {role} needs text")
     return checked
 
 

@@ -16,7 +16,9 @@ API_KEY_VARIABLE = "MSDS_API_KEY"
 
 
 def accepted_keys(given: Sequence[str], file: str | None, environment: str | None) -> tuple[str, ...]:
-    """The keys of the command line, of a file (one a line, empty lines aside) and of the environment, together.
+    """The keys of the command line, of a file and of the environment, together.
+
+    A file has one key a line; empty lines and lines that begin with # are none.
 
     OptionError for a file without a key or one that cannot be read. A file that others may read is used, with a
     warning.
@@ -24,10 +26,11 @@ def accepted_keys(given: Sequence[str], file: str | None, environment: str | Non
     keys = [*given]
     if file is not None:
         try:
-            found = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
             mode = Path(file).stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
             raise OptionError(f"api_key_file {file} cannot be read: {error}") from None
+        found = [line for line in lines if line and not line.startswith("#")]
         if not found:
             raise OptionError(f"api_key_file {file} holds no key: put one on each line, or leave the option out")
         if mode & stat.S_IROTH:

@@ -94,7 +94,7 @@ class _Routes:
         self._service = service
         self._request_log = request_log
 
-    def guarded(self, handler: Handler) -> Handler:
+    def guarded(self, handler: Handler, *, needs_key: bool = True) -> Handler:
         """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line."""
 
         async def guard(request: Request) -> Response:
@@ -102,7 +102,8 @@ class _Routes:
             request.state.id = uuid.uuid4().hex
             request.state.record = record = self._record(request)
             try:
-                self._check_key(request)
+                if needs_key:
+                    self._check_key(request)
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it; the log shows it
@@ -122,10 +123,14 @@ class _Routes:
     async def http_error(self, request: Request, error: Exception) -> Response:
         """Routes that do not exist, and methods that a route does not take."""
         assert isinstance(error, HTTPException)
+        failure = route_not_found(request.method, request.url.path)
         if error.status_code == 405:
-            allowed = tuple((error.headers or {}).get("Allow", "").split(", "))
-            return _failed(self._explained(method_not_allowed(request.method, allowed)))
-        return _failed(self._explained(route_not_found(request.method, request.url.path)))
+            failure = method_not_allowed(request.method, tuple((error.headers or {}).get("Allow", "").split(", ")))
+
+        async def refuse(_: Request) -> Response:
+            raise failure
+
+        return await self.guarded(refuse, needs_key=False)(request)
 
     async def chat(self, request: Request) -> Response:
         """Chat completions."""
@@ -176,6 +181,7 @@ class _Routes:
         """The text of token ids."""
         parsed = parse_detokenize(await self._body(request))
         self._service.check_model(parsed.model)
+        self._service.check_ids(parsed.tokens, "tokens")
         decode = self._service.tokenizer.decode
         return JSONResponse(detokenized(decode(parsed.tokens, skip_special_tokens=parsed.skip_special_tokens)))
 
@@ -283,7 +289,7 @@ class _Routes:
 
     def _log(self, request: Request, status: int, seconds: float) -> None:
         route = request.scope.get("route")
-        endpoint = route.path if isinstance(route, Route) else request.url.path
+        endpoint = route.path if isinstance(route, Route) else "none"  # whoever tries paths must not fill the metrics
         self._service.metrics.requests.labels(endpoint=endpoint, status=str(status)).inc()
         line = {
             "id": request.state.id,

@@ -48,6 +48,7 @@ class ChatRun:
             params,
             info,
             prompt_field="messages",
+            limit_field=request.limit_field,
             constraint_field=request.constraint_field,
         )
         self._clock = TokenClock(self._service.metrics, len(self._prompt.token_ids))

@@ -157,7 +157,9 @@ def _add_serve(commands: Any) -> None:
     )
     keys = command.add_argument_group(f"API keys (none: open to all; also from the environment's {API_KEY_VARIABLE})")
     keys.add_argument(
-        "--api-key-file", metavar="FILE", help="accepted keys, one a line; hidden from ps, unlike --api-key"
+        "--api-key-file",
+        metavar="FILE",
+        help="accepted keys, one a line, # begins a comment; hidden from ps, unlike --api-key",
     )
     keys.add_argument("--api-key", metavar="KEY", action="append", help="accepted API key; may be repeated")
     command.add_argument(

@@ -8,7 +8,6 @@ from typing import Any
 
 from msds.engine.async_engine import Update
 from msds.engine.sequence import GenerationSequence
-from msds.model import check_token_ids
 from msds_serve.metrics import TokenClock
 from msds_serve.protocol.errors import bad_request
 from msds_serve.protocol.logprobs import LegacyLogprobs, prompt_entries
@@ -39,12 +38,19 @@ class CompletionRun:
         request = self._request
         self._service.check_model(request.model)
         self._service.check_count(self._num_choices, "prompt")
-        self._prompts = await asyncio.to_thread(lambda: [self._encode(prompt) for prompt in request.prompts])
+        self._prompts = await asyncio.to_thread(
+            lambda: [self._encode(*prompt) for prompt in enumerate(request.prompts)]
+        )
         self._sources = []
         for index, ids in enumerate(self._prompts):
             info = self._service.info(prompt_index=index, priority=request.priority)
             source = self._service.generate(
-                ids, request.params, info, prompt_field="prompt", constraint_field=request.constraint_field
+                ids,
+                request.params,
+                info,
+                prompt_field="prompt",
+                limit_field="max_tokens",
+                constraint_field=request.constraint_field,
             )
             self._sources.append(source)
             self._clocks[index] = TokenClock(self._service.metrics, len(ids))
@@ -128,14 +134,15 @@ class CompletionRun:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _encode(self, prompt: str | tuple[int, ...]) -> list[int]:
+    def _encode(self, index: int, prompt: str | tuple[int, ...]) -> list[int]:
+        field = "prompt" if len(self._request.prompts) == 1 else f"prompt[{index}]"
         if isinstance(prompt, str):
-            self._service.check_length(len(prompt), "prompt")
+            self._service.check_length(len(prompt), field)
             ids = self._service.tokenizer.encode(prompt, bos=self._request.add_special_tokens)
             if not ids:
-                raise bad_request("the prompt is empty and this model has no token to begin with", param="prompt")
+                raise bad_request(f"{field} is empty and this model has no token to begin with", param=field)
             return ids
-        check_token_ids(prompt, self._service.llm.model.config.vocab_size)
+        self._service.check_ids(prompt, field)
         return list(prompt)
 
     def _prompt_text(self, ids: list[int]) -> str:

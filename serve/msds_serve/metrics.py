@@ -28,7 +28,9 @@ class Metrics:
             ("endpoint", "status"),
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("msds_prompt_tokens_total", "Prompt tokens received.", registry=self.registry)
+        self.prompt_tokens = Counter(
+            "msds_prompt_tokens_total", "Prompt tokens of requests that were answered.", registry=self.registry
+        )
         self.generation_tokens = Counter("msds_generation_tokens_total", "Tokens generated.", registry=self.registry)
         self.errors = Counter("msds_errors_total", "Failed requests by error code.", ("code",), registry=self.registry)
         self.time_to_first_token = Histogram(
@@ -55,13 +57,15 @@ class TokenClock:
 
     def __init__(self, metrics: Metrics, prompt_tokens: int) -> None:
         self._metrics = metrics
+        self._prompt_tokens = prompt_tokens
         self._arrival = time.perf_counter()
         self._last: dict[int, float] = {}
-        metrics.prompt_tokens.inc(prompt_tokens)
 
     def tick(self, sequence_id: int) -> None:
-        """A token of this sequence has come."""
+        """A token of this sequence has come. The request's first one counts its prompt, once for all answers."""
         now = time.perf_counter()
+        if not self._last:
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
         last = self._last.get(sequence_id)
         self._last[sequence_id] = now
         self._metrics.generation_tokens.inc()

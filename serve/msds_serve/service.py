@@ -40,6 +40,7 @@ from msds_serve.protocol.tools import call_constraint
 
 RETRY_AFTER_SECONDS = 5
 
+_KEY = re.compile(r"[!-~]+")
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 
 
@@ -66,6 +67,11 @@ class ServiceOptions:
             raise OptionError(f"model_names is {self.model_names!r}: give at least one name, none of them empty")
         if any(not key for key in self.api_keys):
             raise OptionError("an API key is empty: leave it out, or every request would pass")
+        if any(not _KEY.fullmatch(key) for key in self.api_keys):
+            raise OptionError(
+                "an API key holds a space or a character outside of ASCII, which no client can send in a header: use "
+                "letters, digits and punctuation"
+            )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise OptionError(
@@ -75,7 +81,10 @@ class ServiceOptions:
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name} is {getattr(self, name)!r}: it must be above 0")
         if self.request_timeout is not None and not self.request_timeout > 0:
-            raise OptionError(f"request_timeout is {self.request_timeout!r}: it must be above 0, or None for no limit")
+            raise OptionError(
+                f"request_timeout is {self.request_timeout!r}: it must be above 0, or for no limit None (0 on the command "
+                "line)"
+            )
         if not 0 <= self.drain_seconds < math.inf:
             raise OptionError(f"drain_seconds is {self.drain_seconds!r}: it must be a number of at least 0")
 
@@ -117,7 +126,9 @@ class Service:
         """Changes when anything does that can change a seeded answer."""
         model = self.llm.model
         parts = {"msds": __version__, "config": model.config, "dtype": model.dtype, "plan": model.plan}
-        return system_fingerprint(parts | {"weights": self.llm.num_weight_updates})
+        return system_fingerprint(
+            parts | {"weights": self.llm.num_weight_updates, "deterministic": self.llm.options.deterministic}
+        )
 
     @property
     def unready_reason(self) -> str | None:
@@ -175,6 +186,14 @@ class Service:
         """Bytes."""
         return max(len(self.tokenizer.token_bytes(id_)) for id_ in range(self.llm.model.config.vocab_size))
 
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """ApiError 400 for ids that the model does not have. field: where they stand."""
+        size = self.llm.model.config.vocab_size
+        for position, id_ in enumerate(token_ids):
+            if id_ >= size:
+                place = f"{field}[{position}]"
+                raise bad_request(f"{place} is {id_}; the model has the tokens 0 to {size - 1}", param=place)
+
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
         return await asyncio.to_thread(self._chat_prompt, request)
@@ -193,11 +212,13 @@ class Service:
         info: RequestInfo,
         *,
         prompt_field: str,
+        limit_field: str,
         constraint_field: str | None,
     ) -> AsyncGenerator[Update, None]:
         """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break.
 
-        prompt_field, constraint_field: the request's fields that the prompt and the constraint come from.
+        prompt_field, limit_field, constraint_field: the request's fields that the prompt, the limit of new tokens and
+        the constraint come from.
         """
         updates = self.engine.generate(prompt_ids, params, info)
         try:
@@ -210,9 +231,14 @@ class Service:
                 raise bad_request(str(error), param="tools") from None
             raise bad_request(f"{constraint_field}: {error}", param=constraint_field) from None
         except ContextLengthError as error:
-            raise context_length_exceeded(error, prompt_field) from None
+            raise context_length_exceeded(error, prompt_field, limit_field) from None
         except QueueFullError as error:
-            raise overloaded(error.max_waiting, RETRY_AFTER_SECONDS) from None
+            raise overloaded(
+                waiting=error.num_waiting,
+                asked=error.num_new,
+                limit=error.max_waiting,
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            ) from None
         except OptionError as error:
             raise bad_request(str(error)) from None
         except EngineStoppedError as error:

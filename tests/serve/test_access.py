@@ -21,7 +21,7 @@ ORIGIN = "https://chat.example.org"
 
 def test_keys_from_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "keys"
-    file.write_text("  one\n\ntwo\n")
+    file.write_text("# of the team\n  one\n\ntwo\n")
     file.chmod(0o600)
     assert accepted_keys(["zero", "one"], str(file), "three") == ("zero", "one", "two", "three")
     assert accepted_keys([], None, "") == ()
@@ -32,7 +32,7 @@ def test_keys_from_everywhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
 
 
 def test_key_files_that_hold_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").write_text("\n")
+    (tmp_path / "empty").write_text("# none yet\n")
     for name, named in (("empty", "holds no key"), ("absent", "cannot be read")):
         assert main(["serve", str(tmp_path), "--api-key-file", str(tmp_path / name)]) == 2
         assert named in capsys.readouterr().err
@@ -47,6 +47,12 @@ def test_the_command_reads_file_and_environment(monkeypatch: pytest.MonkeyPatch,
     assert main(["serve", "model", *arguments]) == 0
     assert seen["api_keys"] == ("file", "env")
     assert seen["cors_origins"] == (ORIGIN, "*")
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "tab\t", ""])
+def test_keys_that_no_client_can_send(key: str) -> None:
+    with pytest.raises(OptionError, match="API key"):
+        ServiceOptions(model_names=("m",), api_keys=("good", key))
 
 
 def test_keys_are_asked_for(rig: Rig) -> None:

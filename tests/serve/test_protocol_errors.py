@@ -11,20 +11,22 @@ from msds_serve.protocol.errors import ApiError, clip, from_exception
 
 TOO_LONG = ContextLengthError(prompt_index=0, prompt_tokens=5000, max_tokens=None, max_model_len=4096)
 TOO_MANY = ContextLengthError(prompt_index=0, prompt_tokens=4000, max_tokens=200, max_model_len=4096)
+TOO_LONG_SEEN = errors.context_length_exceeded(TOO_LONG, "messages", "max_tokens")
+FULL = errors.overloaded(waiting=60, asked=8, limit=64, retry_after_seconds=3)
 
 
 @pytest.mark.parametrize(
     ("error", "status", "type_", "code"),
     [
         (errors.bad_request("x", param="p"), 400, "invalid_request_error", None),
-        (errors.context_length_exceeded(TOO_LONG, "messages"), 400, "invalid_request_error", "context_length_exceeded"),
+        (TOO_LONG_SEEN, 400, "invalid_request_error", "context_length_exceeded"),
         (errors.unauthorized(), 401, "invalid_request_error", "invalid_api_key"),
         (errors.model_not_found("x", ("m",)), 404, "invalid_request_error", "model_not_found"),
         (errors.route_not_found("GET", "/x"), 404, "invalid_request_error", "not_found"),
         (errors.method_not_allowed("GET", ("POST",)), 405, "invalid_request_error", "method_not_allowed"),
         (errors.too_large(1000), 413, "invalid_request_error", "request_too_large"),
         (errors.unsupported_media_type("text/html"), 415, "invalid_request_error", "unsupported_media_type"),
-        (errors.overloaded(64, 3), 429, "rate_limit_error", "queue_full"),
+        (FULL, 429, "rate_limit_error", "queue_full"),
         (errors.server_error(), 500, "server_error", "internal_error"),
         (errors.unavailable("draining"), 503, "server_error", "service_unavailable"),
         (errors.timed_out(60), 504, "timeout_error", "request_timeout"),
@@ -40,14 +42,15 @@ def test_bodies(error, status, type_, code):
 
 
 def test_numbers_and_headers_are_there():
-    too_long = errors.context_length_exceeded(TOO_LONG, "prompt")
+    too_long = errors.context_length_exceeded(TOO_LONG, "prompt", "max_tokens")
     assert too_long.param == "prompt"
     assert "5000" in too_long.message
     assert "4096" in too_long.message
-    too_many = errors.context_length_exceeded(TOO_MANY, "prompt")
-    assert too_many.param == "max_tokens"
-    assert "lower max_tokens to 96" in too_many.message
-    assert errors.overloaded(64, 3).headers == {"Retry-After": "3"}
+    too_many = errors.context_length_exceeded(TOO_MANY, "prompt", "max_completion_tokens")
+    assert too_many.param == "max_completion_tokens"
+    assert "lower max_completion_tokens to 96" in too_many.message
+    assert FULL.headers == {"Retry-After": "3"}
+    assert "60 answers are waiting and the request asks for 8 more, but at most 64 may wait" in FULL.message
     assert errors.unavailable("x").headers["Retry-After"]
     assert errors.method_not_allowed("GET", ("POST",)).headers == {"Allow": "POST"}
     assert "WWW-Authenticate" in errors.unauthorized().headers

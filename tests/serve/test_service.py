@@ -200,9 +200,49 @@ class TestRefusals:
         assert client.post(CHAT, content=b"[]").status_code == 400
         assert client.post(CHAT, content=b"\xff").status_code == 400
         assert client.post(CHAT, content=b'"' + b"x" * 30_000 + b'"').status_code == 413
-        assert client.get(CHAT).status_code == 405
-        assert client.get("/v1/nothing").json()["error"]["message"]
-        assert client.get("/v1/nothing").status_code == 404
+        assert client.post(CHAT, content=b'{"seed": ' + b"9" * 5000 + b"}").json()["error"]["message"] == (
+            "the body has an integer of 5000 digits, more than any field takes"
+        )
+
+    def test_routes_and_methods_that_do_not_exist(self, client: Client) -> None:
+        before = metric(client, 'msds_requests_total{endpoint="none",status="404"}')
+        nothing = client.get("/v1/nothing")
+        assert nothing.status_code == 404
+        assert "GET /v1/nothing" in nothing.json()["error"]["message"]
+        assert metric(client, 'msds_requests_total{endpoint="none",status="404"}') == before + 1
+        other = client.get(CHAT)
+        assert (other.status_code, other.headers["allow"]) == (405, "POST")
+        assert nothing.headers["x-request-id"] != other.headers["x-request-id"]
+
+    @pytest.mark.parametrize(
+        ("path", "fields", "param"),
+        [
+            (CHAT, {"max_completion_tokens": 1000}, "max_completion_tokens"),
+            (CHAT, {"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
+            (CHAT, {"stop_token_ids": [5, 10**6]}, "stop_token_ids"),
+            (CHAT, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs"),
+            (CHAT, {"messages": [*USER, {"role": "tool", "content": "4"}]}, "messages"),
+            (COMPLETIONS, {"prompt": [[5], [7, 10**6]]}, "prompt[1][1]"),
+            (COMPLETIONS, {"prompt": [10**6]}, "prompt[0]"),
+            (COMPLETIONS, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
+            (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
+            ("/detokenize", {"tokens": [5, 10**6]}, "tokens[1]"),
+        ],
+    )
+    def test_the_field_at_fault(self, client: Client, path: str, fields: dict[str, Any], param: str) -> None:
+        body = {"model": "tiny", **({"messages": USER} if path == CHAT else {}), **fields}
+        response = client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert param.partition("[")[0] in error["message"]
+
+    def test_refused_prompts_are_not_counted(self, client: Client) -> None:
+        before = metric(client, "msds_prompt_tokens_total")
+        assert client.post(COMPLETIONS, json={"model": "tiny", "prompt": [5] * 200}).status_code == 400
+        assert metric(client, "msds_prompt_tokens_total") == before
+        body = {"model": "tiny", "prompt": [[5] * 20, [6] * 10], "n": 2, "max_tokens": 2, "ignore_eos": True}
+        assert client.post(COMPLETIONS, json=body).status_code == 200
+        assert metric(client, "msds_prompt_tokens_total") == before + 30
 
     def test_a_full_queue(self, client: Client) -> None:
         body = {"model": "tiny", "prompt": ["a"] * 9, "max_tokens": 1}

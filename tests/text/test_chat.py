@@ -203,7 +203,7 @@ REFUSED = [
     (["hello"], r"messages\[0\] must be an object"),
     ([{"role": "robot", "content": "x"}], r"messages\[0\]\.role is 'robot'; it must be one of system, developer"),
     ([{"content": "x"}], r"messages\[0\]\.role is None"),
-    (user(None), r"messages\[0\]\.content is null; a user message needs text"),
+    (user(None), r"messages\[0\]\.content is null; a message of role user needs text"),
     ([{"role": "system"}], r"messages\[0\]\.content is null"),
     ([{"role": "assistant", "content": None}], r"messages\[0\]\.content is null"),
     ([{"role": "assistant", "content": None, "tool_calls": []}], r"messages\[0\]\.content is null"),

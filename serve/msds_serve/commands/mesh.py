@@ -37,7 +37,7 @@ def add_balance(command: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         type=int,
         help="every STEPS steps count how often experts were chosen and, where that evens the load of ranks out, "
-        "move experts between two steps; answers stay the same; default 0, never",
+        "move experts between two steps; answers stay the same up to rounding; default 0, never",
     )
     experts.add_argument(
         "--num-redundant-experts",

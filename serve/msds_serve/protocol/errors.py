@@ -45,17 +45,18 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_exceeded(error: ContextLengthError, prompt_field: str) -> ApiError:
-    """400 for a prompt that leaves no room for its answer, with the numbers. prompt_field: where the prompt stands."""
+def context_length_exceeded(error: ContextLengthError, prompt_field: str, limit_field: str) -> ApiError:
+    """400 for a prompt that leaves no room for its answer, with the numbers. prompt_field: where the prompt stands;
+    limit_field: what the request calls its limit of new tokens."""
     message = f"the prompt has {error.prompt_tokens} tokens and "
     if error.max_tokens is None:
         message += f"the context holds {error.max_model_len}, prompt and answer together; shorten the prompt"
         return bad_request(message, param=prompt_field, code="context_length_exceeded")
     message += (
-        f"max_tokens is {error.max_tokens}, together more than the context of {error.max_model_len}; lower max_tokens "
-        f"to {error.max_model_len - error.prompt_tokens} or shorten the prompt"
+        f"{limit_field} is {error.max_tokens}, together more than the context of {error.max_model_len}; lower "
+        f"{limit_field} to {error.max_model_len - error.prompt_tokens} or shorten the prompt"
     )
-    return bad_request(message, param="max_tokens", code="context_length_exceeded")
+    return bad_request(message, param=limit_field, code="context_length_exceeded")
 
 
 def unauthorized() -> ApiError:
@@ -92,9 +93,12 @@ def unsupported_media_type(content_type: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
 
-def overloaded(queue_limit: int, retry_after_seconds: int) -> ApiError:
-    """429: the queue is full."""
-    message = f"{queue_limit} requests are waiting already; try again in {retry_after_seconds} s"
+def overloaded(*, waiting: int, asked: int, limit: int, retry_after_seconds: int) -> ApiError:
+    """429: the queue has no room for the answers that the request asks for."""
+    message = (
+        f"{waiting} answers are waiting and the request asks for {asked} more, but at most {limit} may wait; try again "
+        f"in {retry_after_seconds} s"
+    )
     headers = {"Retry-After": str(retry_after_seconds)}
     return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
 

@@ -126,7 +126,11 @@ def _sampling(limits: Limits) -> dict[str, Field]:
         "presence_penalty": Field(number(-2, 2), "Subtracted once from the logits of tokens in the output."),
         "frequency_penalty": Field(number(-2, 2), "Subtracted once per occurrence in the output."),
         "seed": Field(integer(-(2**63), 2**64 - 1), "Same seed, prompt and parameters: same tokens."),
-        "min_tokens": Field(integer(0, MAX_TOKENS), "The text does not end before so many tokens."),
+        "min_tokens": Field(
+            integer(0, MAX_TOKENS),
+            "The text does not end before so many tokens, unless response_format, structured_outputs or tools leave "
+            "nothing else.",
+        ),
         "stop": Field(
             one_or_many(stop, items(stop, 0, limits.max_stops, "stop strings")), "Strings that end the text."
         ),
@@ -210,6 +214,11 @@ _CHAT_REFUSED = {
     "mm_processor_kwargs": Refused("the served models read text"),
 }
 
+_COMPLETION_REFUSED = {
+    "max_completion_tokens": Refused("it belongs to /v1/chat/completions; use max_tokens"),
+    "messages": Refused("it belongs to /v1/chat/completions; use prompt"),
+}
+
 _MODEL = Field(text(1, 512), "Name of the model, as /v1/models lists it.", required=True)
 _TEMPLATE_KWARGS = Field(free_object(), 'Variables for the chat template, such as {"thinking": true}.')
 _GENERATION_PROMPT = Field(flag(), "Whether the prompt ends by opening the assistant's turn; default true.")
@@ -257,7 +266,7 @@ def completion_table(limits: Limits) -> Table:
         "add_special_tokens": Field(flag(), "Put the tokenizer's BOS before a text; default true."),
         **_sampling(limits),
     }
-    return Table(supported, _IGNORED, _REFUSED)
+    return Table(supported, _IGNORED, _REFUSED | _COMPLETION_REFUSED)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from msds.config import GenerationConfig
 from msds.errors import SamplingError
 from msds.sampling import SamplingParams
+from msds.text.chat import GIVEN
 from msds_serve.protocol.errors import bad_request, clip, from_exception
 from msds_serve.protocol.fields import Limits, chat_table, completion_table, detokenize_table, tokenize_table
 from msds_serve.protocol.tools import ToolChoice, settle_choice
@@ -17,8 +18,7 @@ from msds_serve.protocol.tools import ToolChoice, settle_choice
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as OpenAI documents it; chat takes the rest of the context."""
 
-# variables that the server gives to the template itself
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_MAX_DIGITS = 1000
 
 # fields that mean in SamplingParams what they mean here
 _SAMPLING_FIELDS = (
@@ -40,7 +40,8 @@ class StreamOptions:
 class ChatRequest:
     """A checked /v1/chat/completions body. stream: None for one JSON answer.
 
-    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter.
+    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter,
+    `limit_field` the one that limits the new tokens.
     tools are as they came, for the template; `tool_choice` is settled, so "none" also stands for no tools. With "none"
     the template gets no tools and no calls are parsed.
     """
@@ -52,6 +53,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
+    limit_field: str
     constraint_field: str | None
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
@@ -104,12 +106,14 @@ class DetokenizeRequest:
 def parse_body(data: bytes) -> dict[str, Any]:
     """The JSON object in a body: UTF-8, finite numbers, no key twice, and no lone surrogate anywhere."""
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        body = json.loads(
+            data.decode("utf-8"), parse_int=_integer, parse_constant=_refuse_constant, object_pairs_hook=_unique
+        )
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not UTF-8: byte {error.start} is 0x{data[error.start]:02x}") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
-    except ValueError as error:  # also integers of thousands of digits
+    except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, not {clip(body)}")
@@ -127,6 +131,7 @@ def parse_chat(
         raise bad_request(
             f"max_tokens is {older} and max_completion_tokens is {newer}; give one of them", param="max_tokens"
         )
+    limit_field = "max_completion_tokens" if older is None else "max_tokens"
     top = values.get("top_logprobs")
     if top is not None and not values.get("logprobs"):
         raise bad_request(f"top_logprobs is {top}, but logprobs is not true", param="top_logprobs")
@@ -145,13 +150,15 @@ def parse_chat(
         params=_params(
             values,
             generation,
-            max_tokens=newer if newer is not None else older,
+            limit_field=limit_field,
+            max_tokens=values.get(limit_field),
             logprobs=(top or 0) if values.get("logprobs") else None,
         ),
         stream=stream,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=values.get("parallel_tool_calls", True),
+        limit_field=limit_field,
         constraint_field=constraint_field,
         template_kwargs=_template_kwargs(values),
         add_generation_prompt=values.get("add_generation_prompt", True),
@@ -183,7 +190,13 @@ def parse_completion(
     return CompletionRequest(
         model=values["model"],
         prompts=prompts,
-        params=_params(values, generation, max_tokens=values.get("max_tokens", COMPLETION_MAX_TOKENS), logprobs=legacy),
+        params=_params(
+            values,
+            generation,
+            limit_field="max_tokens",
+            max_tokens=values.get("max_tokens", COMPLETION_MAX_TOKENS),
+            logprobs=legacy,
+        ),
         stream=stream,
         echo=echo,
         legacy_logprobs=legacy,
@@ -227,8 +240,20 @@ def parse_detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
 
 
 def _params(
-    values: Mapping[str, Any], generation: GenerationConfig | None, *, max_tokens: int | None, logprobs: int | None
+    values: Mapping[str, Any],
+    generation: GenerationConfig | None,
+    *,
+    limit_field: str,
+    max_tokens: int | None,
+    logprobs: int | None,
 ) -> SamplingParams:
+    least = values.get("min_tokens", 0)
+    if max_tokens is not None and least > max_tokens:
+        raise bad_request(
+            f"min_tokens is {least}, more than {limit_field}, which is {max_tokens}"
+            + ("" if limit_field in values else " where it is not given"),
+            param="min_tokens",
+        )
     given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}
     field = _constraint_field(values)
     constraint = None if field is None else values[field]
@@ -266,13 +291,19 @@ def _stream_options(values: Mapping[str, Any]) -> StreamOptions | None:
 
 def _template_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
     kwargs: Mapping[str, Any] = values.get("chat_template_kwargs", {})
-    for name in _RESERVED:
+    for name in GIVEN:
         if name in kwargs:
             raise bad_request(
                 f"chat_template_kwargs must not set {name}, which the server gives to the template",
                 param=f"chat_template_kwargs.{name}",
             )
     return kwargs
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:  # Python takes time that grows with their square, and refuses thousands
+        raise bad_request(f"the body has an integer of {len(digits)} digits, more than any field takes")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:
