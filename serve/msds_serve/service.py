@@ -82,8 +82,8 @@ class ServiceOptions:
                 raise OptionError(f"{name} is {getattr(self, name)!r}: it must be above 0")
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise OptionError(
-                f"request_timeout is {self.request_timeout!r}: it must be above 0; for no limit None, on the command line "
-                "0"
+                f"request_timeout is {self.request_timeout!r}: it must be above 0, or None (on the command line 0) for "
+                "no limit"
             )
         if not 0 <= self.drain_seconds < math.inf:
             raise OptionError(f"drain_seconds is {self.drain_seconds!r}: it must be a number of at least 0")
