@@ -20,7 +20,7 @@ from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
 from msds.models.specs import model_specs
-from msds.models.specs.parts import rank_bytes, spread_experts
+from msds.models.specs.parts import expert_topology, rank_bytes, spread_experts
 from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
@@ -219,9 +219,16 @@ class LLM:
         if not self.options.eplb_step_interval:
             return ()
         try:
-            return spread_experts(config, self._ranks.plan, self.options.num_redundant_experts)
+            return spread_experts(
+                config, self._ranks.plan, self.options.num_redundant_experts, nodes=self._num_machines
+            )
         except GraphError as error:
             raise OptionError(str(error)) from None
+
+    @property
+    def _num_machines(self) -> int:
+        """Those that the ranks are on; one where nobody has said."""
+        return 1 if self._team is None else self._team.place.ranks // self._team.place.ranks_here
 
     def _plan_blocks(self, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> int:
         """Cache blocks of a replica, decided from the config alone, before any weights are read; equal on all ranks."""
@@ -270,7 +277,10 @@ class LLM:
             prefix_cache=not options.deterministic,
         )
         speculation = Speculation(num_drafts) if num_drafts else None
-        balance = ExpertBalance(options.eplb_step_interval) if options.eplb_step_interval else None
+        balance = None
+        if options.eplb_step_interval:
+            nodes, groups = expert_topology(self.model.config, self._ranks.plan, self._num_machines)
+            balance = ExpertBalance(options.eplb_step_interval, nodes=nodes, groups=groups)
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation, balance=balance)
 
     def _make_runner(self, **options: Any) -> Runner:

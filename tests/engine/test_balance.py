@@ -12,6 +12,7 @@ import pytest
 
 from msds.engine.balance import BalanceStats, ExpertBalance, imbalance
 from msds.models.specs.placement import ExpertPlacement, balance_experts
+from msds.models.specs.rebalancing import count_arrivals
 
 RUNS = ExpertPlacement.contiguous(8, 2)
 SPARE = balance_experts([1] * 8, 2, 5)
@@ -85,6 +86,19 @@ def test_a_little_skew_moves_nothing() -> None:
     runner.compute(balance, little, little)
     assert balance.stats.imbalance == pytest.approx(201 / 200)
     assert runner.placed == 0
+
+
+def test_experts_stay_on_their_machine_while_that_is_a_gain(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "msds")
+    runs = ExpertPlacement.contiguous(8, 4)
+    runner, balance = Counting(runs), ExpertBalance(1, nodes=2, groups=4)
+    hot = [9, 9, 1, 1, 4, 4, 4, 4]
+    runner.compute(balance, hot, EVEN)
+    assert count_arrivals(runs, runner.model.placements[0], 2) == 0
+    assert ", 0 of them to an expert that their machine had not" in caplog.messages[0]
+    runner.compute(balance, [9] * 4 + [1] * 4, EVEN)
+    assert count_arrivals(runs, runner.model.placements[0], 2) == 4
+    assert f", {4} of them to an expert that their machine had not" in caplog.messages[1]
 
 
 def test_steps_without_tokens_say_nothing() -> None:

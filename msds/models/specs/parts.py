@@ -80,13 +80,24 @@ def moe_layers(config: ModelConfig) -> list[tuple[str, int]]:
     return main + [("mtp", i) for i in range(config.num_nextn_predict_layers)]
 
 
-def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> tuple[ExpertPlacement, ...]:
+def spread_experts(
+    config: ModelConfig, plan: ShardPlan, num_redundant: int, *, nodes: int = 1
+) -> tuple[ExpertPlacement, ...]:
     """A placement per MoE layer before anything is known of their load, with `num_redundant` slots more than experts.
 
-    GraphError where there are no experts, one rank holds them all, or the slots cannot be dealt to the ranks.
+    nodes: machines that the ranks are on. GraphError as `check_redundant`.
     """
-    layers = moe_layers(config)
-    if not layers:
+    check_redundant(config, plan, num_redundant)
+    assert isinstance(config, DeepseekConfig)
+    experts, (ep_nodes, groups) = config.n_routed_experts, expert_topology(config, plan, nodes)
+    slots = (experts + num_redundant) // plan.ep
+    first = balance_experts([1.0] * experts, plan.ep, slots, nodes=ep_nodes, groups=groups)
+    return (first,) * len(moe_layers(config))
+
+
+def check_redundant(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> None:
+    """GraphError where there are no experts, one rank holds them all, or the slots cannot be dealt to the ranks."""
+    if not moe_layers(config):
         raise GraphError(f"{config.model_type} as configured has no routed experts: there is nothing to balance")
     assert isinstance(config, DeepseekConfig)
     experts, ep = config.n_routed_experts, plan.ep
@@ -105,7 +116,19 @@ def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> 
             f"num_redundant_experts is {num_redundant}: with {experts * (ep - 1)} each of {ep} ranks holds all "
             f"{experts} experts already"
         )
-    return (balance_experts([1.0] * experts, ep, (experts + num_redundant) // ep),) * len(layers)
+
+
+def expert_topology(config: ModelConfig, plan: ShardPlan, nodes: int) -> tuple[int, int]:
+    """(nodes, groups) for `balance_experts`, of a plan on so many machines with as many consecutive ranks each.
+
+    One node where the ranks that hold an expert together are on several; one group where a token may choose of all.
+    """
+    ranks_here, rest = plan.ranks // nodes, plan.stage_ranks // plan.ep
+    is_cut = plan.ranks % nodes or ranks_here % rest or plan.stage_ranks % ranks_here
+    groups = 1
+    if isinstance(config, DeepseekConfig) and config.topk_method != "greedy" and config.topk_group < config.n_group:
+        groups = config.n_group
+    return 1 if is_cut else plan.stage_ranks // ranks_here, groups
 
 
 def check_placements(config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]) -> None:
