@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msds.checkpoint import MANIFEST_NAME, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
 from msds.constraints.grammars import GrammarCompiler
-from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
+from msds.errors import CheckpointError, OptionError, PlacementError, PromptError, TokenizerError
 from msds.layouts import open_checkpoint
 from msds.models import model_functions
 from msds.models.specs.parts import (
@@ -184,7 +184,9 @@ class Model:
         """Move experts to other ranks between steps, without compiling; outputs stay the same. All ranks call it.
 
         placements: one per MoE layer, those of `mtp` last, of as many slots as the model was loaded with. OptionError
-        for others, or for a model that was loaded without placements.
+        for others, or for a model that was loaded without placements. PlacementError, on all ranks, where a layer
+        cannot be moved on one: it and those after it stay as they are, those before it have moved, and `placements`
+        says so. Layers are moved one after the other, each at once.
         """
         from msds.experts import move_experts
 
@@ -200,9 +202,15 @@ class Model:
                     f"a placement has {new.slots_per_rank} slots per rank, the model was loaded with "
                     f"{old.slots_per_rank}: the number of slots is fixed"
                 )
-        for (name, number), old, new in zip(moe_layers(self.config), self.placements, placements, strict=True):
-            move_experts(self.params[name][number]["mlp"]["experts"], old, new, self.plan.ranks)
-        self.placements = tuple(placements)
+        for index, (name, number) in enumerate(moe_layers(self.config)):
+            old, new = self.placements[index], placements[index]
+            if old == new:
+                continue
+            try:
+                move_experts(self.params[name][number]["mlp"]["experts"], old, new, self.plan.ranks)
+            except PlacementError as error:
+                raise PlacementError(f"experts of {name}.{number} stay where they are: {error}") from error
+            self.placements = (*self.placements[:index], new, *self.placements[index + 1 :])
 
     def _compiled_forward(self) -> Any:
         if self._forward is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from msds.errors import PlacementError
 from msds.models.specs.placement import ExpertPlacement
 from msds.models.specs.rebalancing import count_arrivals, count_moves, rebalance_experts
 
@@ -33,11 +34,13 @@ Placements = Sequence[ExpertPlacement]
 @dataclass(frozen=True)
 class BalanceStats:
     """imbalance: how much the busiest rank had, over the mean, in the steps before the last look at the counts, None
-    before the first; rebalancings: how often experts were moved since then; moves: slots that were given another."""
+    before the first; rebalancings: how often experts were moved since then; moves: slots that were given another;
+    failures: how often a layer could not be moved, and kept its experts where they were."""
 
     imbalance: float | None
     rebalancings: int
     moves: int
+    failures: int
 
 
 class ExpertBalance:
@@ -54,14 +57,16 @@ class ExpertBalance:
         self._imbalance: float | None = None
         self._rebalancings = 0
         self._moves = 0
+        self._failures = 0
 
     @property
     def stats(self) -> BalanceStats:
         """What came of it so far."""
-        return BalanceStats(self._imbalance, self._rebalancings, self._moves)
+        return BalanceStats(self._imbalance, self._rebalancings, self._moves, self._failures)
 
     def after_step(self, runner: Runner) -> None:
-        """A step is done. Whatever this raises leaves experts half moved, and nothing can be computed any more."""
+        """A step is done. Where experts cannot be moved they stay, and it is tried again after the next interval;
+        what this raises means that ranks may hold different things, and nothing can be computed any more."""
         self._steps += 1
         if self._steps % self.interval:
             return
@@ -76,7 +81,11 @@ class ExpertBalance:
             logger.info("experts stay: %s", before)
             return
         start = time.perf_counter()
-        runner.place_experts(new)
+        try:
+            runner.place_experts(new)
+        except PlacementError as error:
+            self._failures += 1
+            logger.error("%s; the layers before it have moved, the engine goes on", error)
         self._count(old, runner.model.placements, counts, before, time.perf_counter() - start)
 
     def _count(self, old: Placements, new: Placements, counts: Counts, before: str, seconds: float) -> None:

@@ -125,6 +125,14 @@ def test_a_node_helps_itself_before_groups_are_exchanged():
     assert rebalance_experts(second, hot, **TOPOLOGY) == second
 
 
+def test_few_groups_are_exchanged():
+    """Nodes of loads 9, 14 and 17: one exchange makes them 13, 14 and 13. Dealing anew would bring four experts."""
+    old, counts = ExpertPlacement(9, ((0, 1, 2), (3, 4, 5), (6, 7, 8))), [0, 6, 3, 6, 0, 8, 3, 7, 7]
+    new = rebalance_experts(old, counts, nodes=3, groups=9)
+    assert new.slots == ((0, 1, 8), (3, 4, 5), (6, 7, 2))
+    assert count_arrivals(old, new, 3) == count_moves(old, new) == 2
+
+
 def test_replicas_stay_on_the_node_of_their_expert():
     counts = [100, 1, 1, 1, 1, 1, 1, 1]
     new = rebalance_experts(balance_experts([1] * 8, **SIZES, **TOPOLOGY), counts, **TOPOLOGY)
