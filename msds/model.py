@@ -29,6 +29,7 @@ from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import (
+    check_shard_cache,
     derived_tree,
     held_spec,
     load_weights,
@@ -259,7 +260,8 @@ def load(
     placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
     file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
     raise, False never. progress: show a bar; None on a terminal. shard_cache: a folder where what this rank holds is
-    kept as it was converted, and read from when nothing has changed that shaped it; what is damaged there is made anew.
+    kept as it was converted, and read from when nothing has changed that shaped it; what is damaged there is made anew,
+    and what a changed checkpoint leaves behind is removed.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     # Nine parameters: all that decides what is loaded and how, by keyword.
@@ -269,6 +271,8 @@ def load(
     if ranks is not None:
         plan = Plan(plan.impl, ranks)
     resolved = EngineOptions(dtype=dtype).resolved_dtype
+    if shard_cache is not None:
+        check_shard_cache(shard_cache, folder)
     checkpoint = open_checkpoint(folder, stored)
     try:
         config = settle_mtp(checkpoint, stored, mtp)
