@@ -20,6 +20,7 @@ from msds.models.specs.parts import (
     Part,
     check_placements,
     cut_tree,
+    expert_counts_spec,
     local_specs,
     moe_layers,
     rank_parts,
@@ -116,8 +117,8 @@ class Model:
         return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
 
     def expert_counts_spec(self) -> ArraySpec:
-        """What a cache holds beside its pages where routed experts are counted: [MoE layers, experts]."""
-        return ArraySpec((len(moe_layers(self.config)), getattr(self.config, "n_routed_experts", 0)), "int32")
+        """As `parts.expert_counts_spec`."""
+        return expert_counts_spec(self.config)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
         """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.

@@ -1,6 +1,7 @@
 """Expert balancing while serving: count which experts are used, and move them so that ranks of ep have equal work.
 
-The idea is DeepSeek's EPLB (DeepSeek-V3, section 3.4). No tensors. L MoE layers, E experts.
+The idea is DeepSeek's EPLB (DeepSeek-V3, section 3.4). Where ranks are on several machines, weights cross between them
+only where no machine can help itself (`rebalance_experts`). No tensors. L MoE layers, E experts.
 """
 
 from __future__ import annotations

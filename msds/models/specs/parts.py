@@ -17,6 +17,7 @@ from msds.models.specs.rules import check_plan, is_executed, sharding_rules
 from msds_graphs.errors import GraphError
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan, rank_shards
+from msds_graphs.specs import ArraySpec
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
 
 _EXPERTS = re.compile(r"(layers|mtp)\.(\d+)\.mlp\.experts\.\w+")
@@ -129,6 +130,24 @@ def expert_topology(config: ModelConfig, plan: ShardPlan, nodes: int) -> tuple[i
     if isinstance(config, DeepseekConfig) and config.topk_method != "greedy" and config.topk_group < config.n_group:
         groups = config.n_group
     return 1 if is_cut else plan.stage_ranks // ranks_here, groups
+
+
+def with_slots(spec_tree: Tree, num_redundant: int) -> Tree:
+    """The spec tree of weights with so many more expert slots per layer than experts, over all ranks."""
+    leaves, structure = tree_flatten(spec_tree)
+    pairs = zip(structure.paths(), leaves, strict=True)
+    return tree_unflatten(
+        structure,
+        [
+            replace(leaf, shape=(leaf.shape[0] + num_redundant, *leaf.shape[1:])) if _EXPERTS.fullmatch(path) else leaf
+            for path, leaf in pairs
+        ],
+    )
+
+
+def expert_counts_spec(config: ModelConfig) -> ArraySpec:
+    """What a cache holds beside its pages where experts are counted: [MoE layers, experts], those of `mtp` last."""
+    return ArraySpec((len(moe_layers(config)), getattr(config, "n_routed_experts", 0)), "int32")
 
 
 def check_placements(config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]) -> None:
