@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from msds.engine.balance import BalanceStats, ExpertBalance, imbalance
+from msds.config import read_config
+from msds.engine.balance import LEAST_GAIN, BalanceStats, ExpertBalance, imbalance
 from msds.errors import PlacementError
+from msds.launch import Place
+from msds.llm import LLM
 from msds.models.specs.placement import ExpertPlacement, balance_experts
-from msds.models.specs.rebalancing import count_arrivals, count_moves
+from msds.models.specs.rebalancing import count_arrivals, count_moves, rebalance_experts
+from msds.options import EngineOptions
+from msds_graphs.ranks import Ranks
+from msds_graphs.sharding import ShardPlan
 
 RUNS = ExpertPlacement.contiguous(8, 2)
 SPARE = balance_experts([1] * 8, 2, 5)
@@ -138,6 +146,29 @@ def test_experts_stay_on_their_machine_while_that_is_a_gain(caplog: pytest.LogCa
     runner.compute(balance, [9] * 4 + [1] * 4, EVEN)
     assert count_arrivals(runs, runner.model.placements[0], 2) == 4
     assert f", {4} of them to an expert that their machine had not" in caplog.messages[1]
+
+
+def test_the_engine_knows_which_ranks_share_a_machine(tiny: Callable[..., Path]) -> None:
+    """Four ranks of ep on two machines, and a router that keeps to two of four groups: first placement and later."""
+    config = replace(read_config(tiny("v3_base")), n_group=4, topk_group=2)
+    place = Place(0, 4, 2, ("localhost", 1), "secret")
+    llm: Any = SimpleNamespace(
+        options=EngineOptions(eplb_step_interval=1, num_redundant_experts=4),
+        max_model_len=64,
+        model=SimpleNamespace(config=config),
+        _make_runner=lambda **_: SimpleNamespace(num_blocks=9, block_size=16, num_replicas=1),
+        _ranks=Ranks(ShardPlan.parse("tp4.ep4")),
+        _seqs_per_replica=2,
+        _team=SimpleNamespace(place=place),
+    )
+    llm._num_machines = LLM._num_machines.fget(llm)  # type: ignore[attr-defined]
+    first, *_ = LLM._placements(llm, config)
+    assert first == balance_experts([1.0] * 16, 4, 5, nodes=2, groups=4)
+    balance = LLM._build_engine(llm, 9)._balance
+    assert balance is not None
+    hot = [9, 9, 5, 5, *[1] * 12]
+    wanted = rebalance_experts(first, hot, nodes=2, groups=4, least_gain=LEAST_GAIN)
+    assert balance._rebalanced(first, hot) == wanted != rebalance_experts(first, hot, least_gain=LEAST_GAIN)
 
 
 def test_steps_without_tokens_say_nothing() -> None:
