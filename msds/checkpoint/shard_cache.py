@@ -33,7 +33,7 @@ from msds.errors import CheckpointError, OptionError
 logger = logging.getLogger("msds")
 
 FORMAT = 1
-"""Of the files below. Another number leaves all files of before alone."""
+"""Of the files below. With another number all of them are made anew."""
 PIECE_BYTES = 4 << 20
 """Read, summed and shown at a time."""
 SAMPLES, SAMPLE_BYTES = 8, 4096
