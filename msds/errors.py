@@ -67,3 +67,7 @@ class RankError(MsdsError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+class PlacementError(MsdsError):
+    """Experts that could not be moved on some rank, and so stay where they are on all of them."""

@@ -19,13 +19,13 @@ from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
 from msds.model import Model, check_token_ids, load
-from msds.models.specs import model_specs
-from msds.models.specs.parts import rank_bytes, spread_experts
+from msds.models.specs import model_specs, tree_bytes
+from msds.models.specs.parts import expert_counts_spec, expert_topology, rank_bytes, spread_experts
 from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
-from msds.weights import without_mtp
+from msds.weights import held_spec, without_mtp
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import ALONE, Ranks
@@ -219,9 +219,16 @@ class LLM:
         if not self.options.eplb_step_interval:
             return ()
         try:
-            return spread_experts(config, self._ranks.plan, self.options.num_redundant_experts)
+            return spread_experts(
+                config, self._ranks.plan, self.options.num_redundant_experts, nodes=self._num_machines
+            )
         except GraphError as error:
             raise OptionError(str(error)) from None
+
+    @property
+    def _num_machines(self) -> int:
+        """Those that the ranks are on; one where nobody has said."""
+        return 1 if self._team is None else self._team.place.ranks // self._team.place.ranks_here
 
     def _plan_blocks(self, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> int:
         """Cache blocks of a replica, decided from the config alone, before any weights are read; equal on all ranks."""
@@ -230,17 +237,25 @@ class LLM:
         blocks = replace(self.options, max_num_seqs=self._seqs_per_replica).plan_blocks(
             max_model_len=self.max_model_len,
             block_bytes=self._bytes(specs.cache_spec(config, 1, self.options.block_size, dtype), config),
-            weight_bytes=self._bytes(specs.derived_spec(config, dtype), config, placements),
+            weight_bytes=self._held_bytes(config, placements),
             free_bytes=free_memory_bytes() // sharing,
         )
         return blocks if self._team is None else self._team.agree("cache blocks", blocks)
 
-    def _bytes(self, spec_tree: Tree, config: ModelConfig, placements: Sequence[ExpertPlacement] = ()) -> int:
+    def _bytes(self, spec_tree: Tree, config: ModelConfig) -> int:
         """Bytes of what this process holds of a tree."""
         try:
-            return rank_bytes(spec_tree, config, self._ranks, placements)
+            return rank_bytes(spec_tree, config, self._ranks)
         except GraphError as error:
             raise OptionError(str(error)) from None
+
+    def _held_bytes(self, config: ModelConfig, placements: Sequence[ExpertPlacement]) -> int:
+        """Bytes of this process's weights, with what balancing experts adds: slots, tables and counters."""
+        try:
+            held = held_spec(config, self.options.resolved_dtype, Plan(ranks=self._ranks), placements)
+        except GraphError as error:
+            raise OptionError(str(error)) from None
+        return tree_bytes(held) + (expert_counts_spec(config).nbytes if placements else 0)
 
     def _build_engine(self, num_blocks: int) -> Engine:
         options = self.options
@@ -270,7 +285,10 @@ class LLM:
             prefix_cache=not options.deterministic,
         )
         speculation = Speculation(num_drafts) if num_drafts else None
-        balance = ExpertBalance(options.eplb_step_interval) if options.eplb_step_interval else None
+        balance = None
+        if options.eplb_step_interval:
+            nodes, groups = expert_topology(self.model.config, self._ranks.plan, self._num_machines)
+            balance = ExpertBalance(options.eplb_step_interval, nodes=nodes, groups=groups)
         return Engine(runner, max_model_len=self.max_model_len, policy=policy, speculation=speculation, balance=balance)
 
     def _make_runner(self, **options: Any) -> Runner:

@@ -13,13 +13,14 @@ import numpy.typing as npt
 from msds.checkpoint import MANIFEST_NAME, verify_manifest
 from msds.config import GenerationConfig, ModelConfig, max_context, read_config, read_generation_config
 from msds.constraints.grammars import GrammarCompiler
-from msds.errors import CheckpointError, OptionError, PromptError, TokenizerError
+from msds.errors import CheckpointError, OptionError, PlacementError, PromptError, TokenizerError
 from msds.layouts import open_checkpoint
 from msds.models import model_functions
 from msds.models.specs.parts import (
     Part,
     check_placements,
     cut_tree,
+    expert_counts_spec,
     local_specs,
     moe_layers,
     rank_parts,
@@ -29,6 +30,7 @@ from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import (
+    check_shard_cache,
     derived_tree,
     held_spec,
     load_weights,
@@ -115,8 +117,8 @@ class Model:
         return local_specs(spec, rank_parts(spec, self.config, self.plan.ranks))
 
     def expert_counts_spec(self) -> ArraySpec:
-        """What a cache holds beside its pages where routed experts are counted: [MoE layers, experts]."""
-        return ArraySpec((len(moe_layers(self.config)), getattr(self.config, "n_routed_experts", 0)), "int32")
+        """As `parts.expert_counts_spec`."""
+        return expert_counts_spec(self.config)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int] | None = None) -> npt.NDArray[np.float32]:
         """Teacher-forced logits of one text by the defining `forward`: [T] ids -> [T, vocab] float32.
@@ -184,7 +186,9 @@ class Model:
         """Move experts to other ranks between steps, without compiling; outputs stay the same. All ranks call it.
 
         placements: one per MoE layer, those of `mtp` last, of as many slots as the model was loaded with. OptionError
-        for others, or for a model that was loaded without placements.
+        for others, or for a model that was loaded without placements. PlacementError, on all ranks, where a layer
+        cannot be moved on one: it and those after it stay as they are, those before it have moved, and `placements`
+        says so. Layers are moved one after the other, each at once.
         """
         from msds.experts import move_experts
 
@@ -200,9 +204,15 @@ class Model:
                     f"a placement has {new.slots_per_rank} slots per rank, the model was loaded with "
                     f"{old.slots_per_rank}: the number of slots is fixed"
                 )
-        for (name, number), old, new in zip(moe_layers(self.config), self.placements, placements, strict=True):
-            move_experts(self.params[name][number]["mlp"]["experts"], old, new, self.plan.ranks)
-        self.placements = tuple(placements)
+        for index, (name, number) in enumerate(moe_layers(self.config)):
+            old, new = self.placements[index], placements[index]
+            if old == new:
+                continue
+            try:
+                move_experts(self.params[name][number]["mlp"]["experts"], old, new, self.plan.ranks)
+            except PlacementError as error:
+                raise PlacementError(f"experts of {name}.{number} stay where they are: {error}") from error
+            self.placements = (*self.placements[:index], new, *self.placements[index + 1 :])
 
     def _compiled_forward(self) -> Any:
         if self._forward is None:
@@ -251,7 +261,8 @@ def load(
     placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
     file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
     raise, False never. progress: show a bar; None on a terminal. shard_cache: a folder where what this rank holds is
-    kept as it was converted, and read from when nothing has changed that shaped it; what is damaged there is made anew.
+    kept as it was converted, and read from when nothing has changed that shaped it; what is damaged there is made anew,
+    and what a changed checkpoint leaves behind is removed.
     Raises ConfigError, CheckpointError, TokenizerError or OptionError before anything large is allocated.
     """
     # Nine parameters: all that decides what is loaded and how, by keyword.
@@ -261,6 +272,8 @@ def load(
     if ranks is not None:
         plan = Plan(plan.impl, ranks)
     resolved = EngineOptions(dtype=dtype).resolved_dtype
+    if shard_cache is not None:
+        check_shard_cache(shard_cache, folder)
     checkpoint = open_checkpoint(folder, stored)
     try:
         config = settle_mtp(checkpoint, stored, mtp)

@@ -15,6 +15,7 @@ from msds.checkpoint import (
     Held,
     ShardCache,
     Skip,
+    check_shard_folder,
     load,
     shard_file,
     shard_key,
@@ -103,6 +104,13 @@ def derived_tree(
     return with_tables(functions.derive(params, config=config), config, placements)
 
 
+def check_shard_cache(folder: Path | str, model: Path | str) -> None:
+    """OptionError where the folder cannot be one for caches of this model's folder."""
+    check_shard_folder(folder)
+    if Path(folder).resolve() == Path(model).resolve():
+        raise OptionError(f"shard_cache is {str(folder)!r}, the model's own folder: name one of its own")
+
+
 def open_shard_cache(
     folder: Path | str,
     checkpoint: Checkpoint,
@@ -113,24 +121,31 @@ def open_shard_cache(
 ) -> ShardCache | None:
     """The file of what `derived_tree` gives for these; None for a damaged checkpoint, which cannot be loaded anyway.
 
-    OptionError where the folder cannot be one for caches.
+    It supersedes those of the same folder, plan, rank, number type, MTP layers, expert slots and implementations.
+    OptionError as `check_shard_cache`.
     """
-    if Path(folder).resolve() == checkpoint.folder.resolve():
-        raise OptionError(f"shard_cache is {str(folder)!r}, the model's own folder: name one of its own")
+    check_shard_cache(folder, checkpoint.folder)
     if checkpoint.faults:
         return None
-    ranks = plan.ranks
-    ingredients = {
-        "version": __version__,
-        "config": repr(config),
+    ranks, model = plan.ranks, checkpoint.folder.resolve()
+    asked = {
         "dtype": dtype,
         "plan": ranks.plan.to_json(),
         "rank": ranks.rank,
-        "placements": [[one.num_experts, one.slots] for one in placements],
         "implementations": plan.impl,
     }
-    label = f"{checkpoint.folder.resolve().name}.{ranks.plan}.rank{ranks.rank}"
-    return shard_file(folder, label, shard_key(checkpoint, ingredients))
+    purpose = asked | {
+        "folder": str(model),
+        "mtp": getattr(config, "num_nextn_predict_layers", 0),
+        "slots": placements[0].slots_per_rank if placements else 0,
+    }
+    ingredients = asked | {
+        "version": __version__,
+        "config": repr(config),
+        "placements": [[one.num_experts, one.slots] for one in placements],
+    }
+    label = f"{model.name}.{ranks.plan}.rank{ranks.rank}"
+    return shard_file(folder, label, purpose, shard_key(checkpoint, ingredients))
 
 
 def through_cache(cache: ShardCache, spec: Tree, convert: Callable[[], Tree], *, progress: bool | None = None) -> Tree:

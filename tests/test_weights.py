@@ -162,9 +162,43 @@ def test_training_checkpoints_are_cached_by_all_their_files(tiny: Tiny, tmp_path
     assert len(list(caches.iterdir())) == 1
     for part in (path for path in sorted(folder.rglob("*.safetensors"))):
         os.utime(part, ns=(0, part.stat().st_mtime_ns + 1))
-        before = len(list(caches.iterdir()))
+        (before,) = caches.iterdir()
         msds.load(folder, shard_cache=caches)
-        assert len(list(caches.iterdir())) == before + 1
+        (after,) = caches.iterdir()
+        assert after != before
+
+
+WANTED_TOGETHER: list[dict[str, Any]] = [
+    {"mtp": False},
+    {},
+    {"plan": Plan({"moe_experts": "reference"})},
+    {"ranks": Ranks(ShardPlan(tp=2, ep=2), 0)},
+    {"ranks": Ranks(ShardPlan(tp=2, ep=2), 1)},
+    {"ranks": Ranks(ShardPlan(dp=2, ep=2), 0)},
+    {"ranks": Ranks(ShardPlan(tp=2, ep=2), 0), "placements": placed()},
+]
+
+
+def test_one_file_for_each_way_to_load_a_folder_and_one_folder(
+    tiny: Tiny, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wanted by turns stays; a checkpoint that has changed has its old files removed, and no other has."""
+    caches, twin = tmp_path / "caches", Path(shutil.copytree(model_folder, tmp_path / "elsewhere" / "model"))
+    for options in WANTED_TOGETHER:
+        msds.load(model_folder, shard_cache=caches, **options)
+    msds.load(twin, shard_cache=caches)
+    kept = set(caches.iterdir())
+    assert len(kept) == len(WANTED_TOGETHER) + 1
+    path = model_folder / "model.safetensors"
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    for count, options in enumerate(WANTED_TOGETHER, start=1):
+        msds.load(model_folder, shard_cache=caches, **options)
+        assert len(kept & set(caches.iterdir())) == len(kept) - count
+        assert len(set(caches.iterdir())) == len(kept)
+    monkeypatch.setattr("msds.model.load_weights", never)
+    msds.load(twin, shard_cache=caches)
+    for options in WANTED_TOGETHER:
+        msds.load(model_folder, shard_cache=caches, **options)
 
 
 def test_what_cannot_be_a_cache_is_refused_at_once(tiny: Tiny, tmp_path: Path) -> None:
@@ -174,6 +208,10 @@ def test_what_cannot_be_a_cache_is_refused_at_once(tiny: Tiny, tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match="no folder and cannot become one"):
         msds.load(folder, shard_cache=tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "empty")
+    with pytest.raises(OptionError, match="shard_cache is ''"):
+        msds.load(tmp_path / "empty", shard_cache="")  # before weights are looked for
 
 
 def test_a_damaged_checkpoint_is_an_error_though_its_shard_is_there(model_folder: Path, tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ class ShardPlan:
         """Ranks in all."""
         return self.pp * self.dp * self.tp
 
+    def replica_share(self, count: int) -> int:
+        """The most of so many things, spread evenly, that one replica has."""
+        return -(-count // self.dp)
+
     def check_mesh(self, mesh: Mesh) -> None:
         """GraphError, with the arithmetic, unless the plan uses every rank of the mesh once."""
         if self.ranks != mesh.ranks:

@@ -7,7 +7,7 @@ from msds.checkpoint.ledger import Entry, Ledger, Skip
 from msds.checkpoint.loading import CheckpointWarning, load
 from msds.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_manifest, write_manifest
 from msds.checkpoint.save import TensorSource, raw_source, tensor_source, write_checkpoint, write_file
-from msds.checkpoint.shard_cache import Held, ShardCache, shard_file, shard_key
+from msds.checkpoint.shard_cache import Held, ShardCache, check_shard_folder, shard_file, shard_key
 from msds.checkpoint.shards import Checkpoint
 from msds.checkpoint.tied import shares_embedding
 
@@ -23,6 +23,7 @@ __all__ = [
     "TensorInfo",
     "TensorSource",
     "check_checkpoint",
+    "check_shard_folder",
     "convert_gguf",
     "load",
     "raw_source",

@@ -3,6 +3,9 @@
 A file is made for a key: a digest of everything that shaped its numbers (`shard_key`). It is used only if it is whole:
 its header says which key it was made for and the checksum of every tensor, the header has a checksum itself, and all of
 them are compared while reading. Anything else is said in the log and made anew.
+
+A name ends in two digests: of what the file is for (`shard_file`'s `purpose`) and of its key. A file of one purpose is
+superseded by one of another key: the checkpoint has changed, or the code. It is removed when the other one is whole.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import glob
 import hashlib
 import json
 import logging
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from msds.errors import CheckpointError, OptionError
 logger = logging.getLogger("msds")
 
 FORMAT = 1
-"""Of the files below. Another number leaves all files of before alone."""
+"""Of the files below. With another number all of them are made anew."""
 PIECE_BYTES = 4 << 20
 """Read, summed and shown at a time."""
 SAMPLES, SAMPLE_BYTES = 8, 4096
@@ -69,8 +73,8 @@ class ShardCache:
     def write(self, arrays: Mapping[str, tuple[Array, str]], *, progress: bool | None = None) -> None:
         """Path -> (raw numbers, dtype), in one step: two processes that write the same file both leave a whole one.
 
-        An interrupt leaves nothing, and what a killed process left of this file is removed; a disk that is full or not
-        to be written to leaves nothing and a line in the log.
+        An interrupt leaves nothing; what a killed process left unfinished is removed, and what this file supersedes
+        when it is whole. A disk that is full or not to be written to leaves nothing new and a line in the log.
         """
         sums = {path: _checksum(array) for path, (array, _) in arrays.items()}
         held = {path: Held(dtype, array.shape) for path, (array, dtype) in arrays.items()}
@@ -83,10 +87,30 @@ class ShardCache:
             logger.warning("shard cache: %s cannot be written: %s", self.path, error.strerror or error)
         else:
             logger.info("shard cache: wrote %s", self.path)
+            self._remove_superseded()
+
+    def _alike(self) -> str:
+        """The pattern of names of files for the same purpose, but for its start and end."""
+        return glob.escape(self.path.name.rsplit(".", 2)[0]) + ".*"
+
+    def _remove_superseded(self) -> None:
+        """Files for the same purpose, of other keys."""
+        for other in sorted(self.path.parent.glob(f"{self._alike()}.safetensors")):
+            if other == self.path:
+                continue
+            try:
+                size = other.stat().st_size
+                other.unlink()
+            except FileNotFoundError:
+                continue  # another process was faster
+            except OSError as error:
+                logger.warning("shard cache: superseded %s cannot be removed: %s", other, error.strerror or error)
+            else:
+                logger.info("shard cache: removed %s (%.1f MiB), superseded", other, size / 2**20)
 
     def _remove_left_over(self) -> None:
-        """Unfinished files of this one whose writers are gone from this machine."""
-        for unfinished in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.partial"):
+        """Unfinished files for the same purpose whose writers are gone from this machine."""
+        for unfinished in self.path.parent.glob(f".{self._alike()}.partial"):
             writer = unfinished.name.split(".")[-2]
             if not Path("/proc", writer).exists():
                 unfinished.unlink(missing_ok=True)
@@ -109,6 +133,7 @@ class ShardCache:
             bar.close()
             files.close()
         logger.info("shard cache: read %s", self.path)
+        self._remove_superseded()
         return arrays
 
     def _checked_sums(self, header: Header) -> dict[str, int]:
@@ -128,25 +153,46 @@ class ShardCache:
         return {name: int(value) for name, value in sums.items()}
 
 
-def shard_file(folder: Path | str, label: str, key: str) -> ShardCache:
+def check_shard_folder(folder: Path | str) -> None:
+    """OptionError unless this names a folder, or what can become one."""
+    if folder == "":
+        raise OptionError("shard_cache is '': name a folder, or leave it out")
+    for path in (Path(folder), *Path(folder).parents):
+        if os.path.isdir(path):  # unlike Path's, it takes what may not be looked into for nothing
+            return
+        if os.path.exists(path):
+            raise _no_folder(folder, f"{path} is a file")
+
+
+def shard_file(folder: Path | str, label: str, purpose: Mapping[str, object], key: str) -> ShardCache:
     """The file of a key in `folder`, which is made if need be. label: for people who look at the folder.
 
-    OptionError where there can be no such folder.
+    purpose: JSON types that tell what supersedes each other from what is wanted side by side. OptionError where there
+    can be no such folder.
     """
-    folder = Path(folder)
+    check_shard_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OptionError(
-            f"shard_cache is {str(folder)!r}, which is no folder and cannot become one ({error.strerror}): name a "
-            "folder that may be written to"
-        ) from None
-    return ShardCache(folder / f"{label}.{key[:24]}.safetensors", key)
+        raise _no_folder(folder, error.strerror or str(error)) from None
+    return ShardCache(Path(folder) / f"{label}.{_hash(purpose)[:12]}.{key[:24]}.safetensors", key)
+
+
+def _no_folder(folder: Path | str, why: str) -> OptionError:
+    return OptionError(
+        f"shard_cache is {str(folder)!r}, which is no folder and cannot become one ({why}): name a folder that may be "
+        "written to"
+    )
 
 
 def shard_key(checkpoint: Checkpoint, ingredients: Mapping[str, object]) -> str:
     """A digest of the files of a checkpoint and of all else that shapes what is made of them (JSON types)."""
     content = {"format": FORMAT, "files": _fingerprints(checkpoint), "tensors": list(checkpoint.facts()), **ingredients}
+    return _hash(content)
+
+
+def _hash(content: object) -> str:
+    """Of JSON types."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,4 +232,4 @@ def _checksum(array: Array) -> int:
 def _digest(key: str, held: Mapping[str, Held], sums: object) -> str:
     """Of what a header says."""
     entries = sorted((name, one.dtype, list(one.shape)) for name, one in held.items())
-    return hashlib.sha256(json.dumps([key, entries, sums], sort_keys=True).encode()).hexdigest()
+    return _hash([key, entries, sums])

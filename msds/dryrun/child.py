@@ -22,6 +22,7 @@ from msds.dryrun.skeleton import layouts_graph
 from msds.engine.runner import Runner
 from msds.model import Model
 from msds.models import model_functions
+from msds.models.specs.parts import expert_counts_spec
 from msds_graphs.collectives import create_groups
 from msds_graphs.dryrun import simulate
 from msds_graphs.dryrun.bodies import SOC_VARIABLE
@@ -41,6 +42,7 @@ class DeclaredModel:
     plan: Plan
     params: Tree
     cache: Tree
+    counts: Any
     dtype: str
 
     @property
@@ -51,6 +53,10 @@ class DeclaredModel:
     def cache_spec(self, num_blocks: int, block_size: int) -> Tree:
         """The declared cache itself: what is bound already stays as it is."""
         return self.cache
+
+    def expert_counts_spec(self) -> Any:
+        """The declared counters, where experts are counted."""
+        return self.counts
 
 
 def compile_job(job: Job) -> dict[str, Any]:
@@ -74,7 +80,10 @@ def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
     functions = model_functions(demand.config)
     params = simulate.declare(job.local_weights(), "params")
     cache = simulate.declare(job.local_cache(), "cache")
-    model = DeclaredModel(demand.config, functions, Plan(ranks=ranks), params, cache, demand.dtype)
+    counts = None
+    if demand.balances:
+        counts = simulate.declare_one(expert_counts_spec(demand.config), "cache.expert_counts")
+    model = DeclaredModel(demand.config, functions, Plan(ranks=ranks), params, cache, counts, demand.dtype)
     prefill, decode = job.ladders
     runner = Runner(
         cast(Model, model),
@@ -83,6 +92,7 @@ def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
         prefill_buckets=prefill,
         decode_buckets=decode,
         num_drafts=job.mtp,
+        counts_experts=demand.balances,
     )
     for name in job.steps:
         for bucket in job.buckets(name):

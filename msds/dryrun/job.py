@@ -11,13 +11,24 @@ from msds.config import DeepseekConfig
 from msds.engine.runner import HEAD_ROWS
 from msds.errors import OptionError
 from msds.models.specs import model_specs
-from msds.models.specs.parts import local_specs, rank_parts
+from msds.models.specs.parts import (
+    check_redundant,
+    local_specs,
+    rank_parts,
+    spread_experts,
+    with_slots,
+    with_tables,
+)
+from msds.models.specs.placement import ExpertPlacement
 from msds.models.specs.rules import check_plan, is_executed
 from msds.planning.collectives import STEPS
 from msds.planning.demand import DTYPES, Demand, make_demand
+from msds.weights import held_spec
+from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import Shard, ShardPlan, rank_shards
-from msds_graphs.trees import Tree
+from msds_graphs.specs import ArraySpec
+from msds_graphs.trees import Tree, tree_map
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +37,7 @@ class Job:
 
     dtype: a key of DTYPES. max_model_len, concurrency: as for the planner. mtp: draft tokens. steps: names of STEPS.
     all_buckets: every shape that serving would compile, not only the largest of each step. layouts: not the steps, but
-    the dense skeleton under MindSpore's AutoParallel.
+    the dense skeleton under MindSpore's AutoParallel. eplb_step_interval, num_redundant_experts: as for the planner.
     """
 
     model: str
@@ -40,6 +51,8 @@ class Job:
     steps: tuple[str, ...]
     all_buckets: bool
     layouts: bool = False
+    eplb_step_interval: int = 0
+    num_redundant_experts: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name."""
@@ -60,6 +73,8 @@ class Job:
             max_model_len=self.max_model_len,
             concurrency=self.concurrency,
             mtp=self.mtp,
+            eplb_step_interval=self.eplb_step_interval,
+            num_redundant_experts=self.num_redundant_experts,
         )
 
     @cached_property
@@ -68,12 +83,22 @@ class Job:
         plan = ShardPlan.parse(self.plan)
         plan.check_mesh(self.demand.mesh)
         check_plan(self.demand.config, plan)
+        if self.demand.balances:
+            check_redundant(self.demand.config, plan, self.num_redundant_experts)
         return plan
+
+    @cached_property
+    def placements(self) -> tuple[ExpertPlacement, ...]:
+        """Where experts are at first, where they are balanced."""
+        if not self.demand.balances:
+            return ()
+        nodes = self.demand.mesh.nodes
+        return spread_experts(self.demand.config, self.shards, self.num_redundant_experts, nodes=nodes)
 
     @property
     def texts(self) -> int:
         """Sequences of one replica's decode step."""
-        return -(-self.demand.texts // self.shards.dp)
+        return self.shards.replica_share(self.demand.texts)
 
     @property
     def num_blocks(self) -> int:
@@ -101,24 +126,29 @@ class Job:
         return _planned_slices(self, rank)
 
     def local_weights(self) -> Tree:
-        """The derived spec tree with the shapes that this rank loads."""
-        demand = self.demand
-        return self._local(model_specs(demand.config).derived_spec(demand.config, demand.dtype))
+        """The specs of what this rank binds: the shapes that it loads, and the tables of placements."""
+        plan = Plan(ranks=Ranks(self.shards, self.rank, native=True))
+        return _as_specs(held_spec(self.demand.config, self.demand.dtype, plan, self.placements))
 
     def local_cache(self) -> Tree:
-        """The cache's spec tree with the shapes that this rank allocates."""
+        """The cache's spec tree with the shapes that this rank allocates, counters of experts apart."""
         demand = self.demand
         specs = model_specs(demand.config)
-        return self._local(specs.cache_spec(demand.config, self.num_blocks, demand.engine.block_size, demand.dtype))
-
-    def _local(self, tree: Tree) -> Tree:
-        return local_specs(tree, rank_parts(tree, self.demand.config, Ranks(self.shards, self.rank, native=True)))
+        tree = specs.cache_spec(demand.config, self.num_blocks, demand.engine.block_size, demand.dtype)
+        return local_specs(tree, rank_parts(tree, demand.config, Ranks(self.shards, self.rank, native=True)))
 
 
 @lru_cache(maxsize=16)
 def _planned_slices(job: Job, rank: int) -> dict[str, Shard]:
-    tree = model_specs(job.demand.config).derived_spec(job.demand.config, job.demand.dtype)
-    return rank_shards(tree, job.demand.rules, job.shards, rank)
+    demand = job.demand
+    tree = with_slots(model_specs(demand.config).derived_spec(demand.config, demand.dtype), job.num_redundant_experts)
+    tree = _as_specs(with_tables(tree, demand.config, job.placements))
+    return rank_shards(tree, demand.rules, job.shards, rank)
+
+
+def _as_specs(tree: Tree) -> Tree:
+    """Specs in the place of arrays, which tables of placements are."""
+    return tree_map(lambda leaf: leaf if isinstance(leaf, ArraySpec) else ArraySpec(leaf.shape, str(leaf.dtype)), tree)
 
 
 def bucket_size(bucket: Mapping[str, int]) -> tuple[int, ...]:

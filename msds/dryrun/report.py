@@ -46,7 +46,8 @@ class DryRunReport:
     def to_json(self) -> dict[str, Any]:
         """JSON types.
 
-        label: what this is; passed; model, mesh, plan {dp, tp, ep, pp}, dtype, max_model_len, mtp, soc, seconds
+        label: what this is; passed; model, mesh, plan {dp, tp, ep, pp}, dtype, max_model_len, mtp, soc, seconds,
+            eplb_step_interval, num_redundant_experts
         roles: [{ranks, compiled}]: ranks of equal slices, and those of them that were compiled
         checks: [{step, what, passed, faults: [text]}]
         ranks: [{rank, groups {axis: [ranks]}, peak_bytes, steps: [{name, bucket, seconds, cpu_seconds, num_nodes,
@@ -66,6 +67,8 @@ class DryRunReport:
             "dtype": job.demand.dtype,
             "max_model_len": job.demand.max_model_len,
             "mtp": job.mtp,
+            "eplb_step_interval": job.eplb_step_interval,
+            "num_redundant_experts": job.num_redundant_experts,
             "soc": self.ranks[0].soc,
             "seconds": self.seconds,
             "roles": [{"ranks": list(role.ranks), "compiled": list(role.compiled)} for role in self.roles],
@@ -93,7 +96,8 @@ class DryRunReport:
 
     def _lines(self) -> Iterator[str]:
         job = self.job
-        yield f"{job.demand.model} on {job.mesh}, plan {job.shards}, {job.demand.dtype}: {LABEL}"
+        balanced = f", experts balanced with {job.num_redundant_experts} replicas" if job.demand.balances else ""
+        yield f"{job.demand.model} on {job.mesh}, plan {job.shards}, {job.demand.dtype}{balanced}: {LABEL}"
         yield ""
         yield from self._rank_lines()
         yield ""
@@ -264,7 +268,7 @@ def _slices(job: Job, rank: int) -> list[tuple[str, str, tuple[int, ...], tuple[
     whole = {leaf.path: leaf.spec.shape for leaf in job.demand.weights}
     found: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], None] = {}
     for path, piece in job.weights(rank).items():
-        shape = tuple(int(dim) for dim in whole[path])
+        shape = tuple(int(dim) for dim in whole.get(path, piece.shape))  # every rank has the tables of placements
         found[_LAYER.sub(r"\1.*", path), piece.dtype, piece.shape, shape] = None
     return list(found)
 

@@ -42,7 +42,8 @@ class DryRunOptions:
 
     plan: "auto": the planner's best that can run. mtp: draft tokens; None: one where the model has an MTP layer.
     steps: names of STEPS; None: those that serving runs. ranks: as `roles`. cache: folder of the stub libraries.
-    layouts: ask MindSpore's AutoParallel for a second opinion.
+    layouts: ask MindSpore's AutoParallel for a second opinion. eplb_step_interval, num_redundant_experts: as
+    `EngineOptions`; where experts are balanced, the steps are those that count them, over tables that place them.
     """
 
     model: str
@@ -57,6 +58,8 @@ class DryRunOptions:
     ranks: str = "auto"
     cache: Path | None = None
     layouts: bool = False
+    eplb_step_interval: int = 0
+    num_redundant_experts: int = 0
 
 
 def dry_run(options: DryRunOptions, progress: Callable[[str], None] | None = None) -> DryRunReport:
@@ -112,6 +115,8 @@ def make_job(options: DryRunOptions) -> Job:
         mtp=mtp,
         steps=steps,
         all_buckets=options.all_buckets,
+        eplb_step_interval=options.eplb_step_interval,
+        num_redundant_experts=options.num_redundant_experts,
     )
     if options.plan == "auto":
         job = replace(job, plan=_best_plan(job))

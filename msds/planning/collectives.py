@@ -139,6 +139,9 @@ def _expert_rules(
     yield rule("tokens to experts", "all_gather", demand.dtype, own, whole)
     yield rule("their routing", "all_gather", "float32", (tokens, chosen), (dp * tokens, chosen))
     yield rule("experts to tokens", "reduce_scatter", demand.dtype, whole, own)
+    if demand.balances:
+        chosen = config.num_experts_per_tok
+        yield rule("choices to count", "all_gather", "int32", (tokens, chosen), (dp * tokens, chosen))
 
 
 def _sum(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], what: str, places: tuple[str, ...]) -> Rule:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from msds.config import DeepseekConfig
 from msds.planning.collectives import rules
-from msds.planning.demand import Demand, num_experts
+from msds.planning.demand import Demand
 from msds.planning.memory import Ledger
 from msds_graphs.sharding import ShardPlan, stage_layers
 from msds_graphs.specs import ITEM_SIZES
@@ -73,7 +73,7 @@ def decode_time(ledger: Ledger, texts: int, context: int) -> StepTime:
 
     Pipeline stages work side by side on as many shares of the texts, and a text passes through all of them.
     """
-    share = -(-ledger.texts_per_replica(texts) // ledger.plan.pp)
+    share = -(-ledger.plan.replica_share(texts) // ledger.plan.pp)
     parts = _stage_times(ledger, Step(share, 1 + ledger.demand.mtp, context, False))
     total = parts[0]
     for part in parts[1:]:
@@ -115,13 +115,12 @@ def _stage_time(ledger: Ledger, stage: int, step: Step, messages: Mapping[str, f
 
 
 def _touched(demand: Demand, plan: ShardPlan, step: Step) -> float:
-    """Expected share of the experts that at least one token of the step chooses, routing being even."""
-    experts = num_experts(demand.config)
-    if not experts:
+    """Expected share of the expert slots that at least one token of the step chooses, routing being even."""
+    if not demand.num_slots:
         return 0.0
     assert isinstance(demand.config, DeepseekConfig)
     tokens = plan.dp * step.texts * step.queries
-    return 1.0 - (1.0 - demand.config.num_experts_per_tok / experts) ** tokens
+    return 1.0 - (1.0 - demand.config.num_experts_per_tok / demand.num_slots) ** tokens
 
 
 def _read_weights(ledger: Ledger, stage: int, step: Step) -> dict[str, float]:
@@ -162,10 +161,9 @@ def _operations(ledger: Ledger, stage: int, step: Step) -> tuple[float, float]:
     quantised /= weight_item
     plain = 2.0 * tokens * (read.get("absorbed", 0) / item + read.get("router", 0) / 4)
     plain += 2.0 * (step.texts if step.is_prefill else tokens) * read.get("head", 0) / item
-    experts = num_experts(config)
-    if experts and isinstance(config, DeepseekConfig):
-        # each token's K experts lie on any rank: the mean load is K / E of all local weights, per token of the stage
-        share = plan.dp * tokens * config.num_experts_per_tok / experts
+    if demand.num_slots and isinstance(config, DeepseekConfig):
+        # each token's K experts lie on any rank: the mean load is K / slots of the local weights, for every token
+        share = plan.dp * tokens * config.num_experts_per_tok / demand.num_slots
         local = ledger.stage_weights[stage].get("routed_experts", 0) / weight_item
         quantised += 2.0 * share * local
         drafts = ledger.stage_weights[stage].get("mtp", 0) / weight_item

@@ -33,10 +33,10 @@ CONSTANT = 4
 """Bytes of an element of a constant."""
 
 
-def graphs_bytes(demand: Demand, plan: ShardPlan, max_model_len: int) -> int:
-    """All shapes that serving compiles, on one rank."""
+def graphs_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
+    """All shapes that serving compiles, on one rank. texts: decoded together by a replica."""
     engine, config = demand.engine, demand.config
-    prefill, decode = demand.ladders(max_model_len, engine.max_num_seqs)
+    prefill, decode = demand.ladders(max_model_len, texts)
     total = sum(_pass_bytes(demand, plan, bucket, is_prefill=True) for bucket in prefill)
     total += sum(_pass_bytes(demand, plan, bucket, is_prefill=False) for bucket in decode)
     if isinstance(config, DeepseekConfig) and demand.mtp:

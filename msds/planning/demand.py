@@ -10,6 +10,7 @@ from msds.config import DeepseekConfig, ModelConfig, read_config
 from msds.engine.ladder import step_ladders
 from msds.errors import ConfigError, OptionError
 from msds.models.specs import model_specs
+from msds.models.specs.parts import with_slots
 from msds.models.specs.rules import sharding_rules
 from msds.options import MAX_SPECULATIVE_TOKENS, EngineOptions, free_memory_bytes
 from msds.planning.quantised import SCHEMES, quantised_spec
@@ -29,8 +30,10 @@ class Demand:
     """One question to the planner.
 
     model: what the user called it. config: without MTP layers where mtp is 0. dtype: of weights and cache.
-    quant: a scheme of SCHEMES. concurrency: texts of full length that must fit together; None: as many as the engine's
-    default, at least one per replica. mtp: draft tokens per step. memory_bytes: of one rank, before memory_fraction.
+    quant: a scheme of SCHEMES. concurrency: texts of full length, decoded together by all replicas, that must fit;
+    None: as many of the engine's default as do, at least one per replica. mtp: draft tokens per step. memory_bytes: of
+    one rank, before memory_fraction. engine: what the engine would be given, whether and with how many replicas it
+    balances experts included.
     """
 
     model: str
@@ -52,8 +55,9 @@ class Demand:
 
     @cached_property
     def weights(self) -> tuple[PlacedLeaf, ...]:
-        """The arrays that ranks keep, quantised where the scheme says."""
+        """The arrays that ranks keep, quantised where the scheme says, with the slots of redundant experts."""
         tree = model_specs(self.config).derived_spec(self.config, self.dtype)
+        tree = with_slots(tree, self.engine.num_redundant_experts)
         return place_leaves(quantised_spec(tree, self.quant), self.rules)
 
     @cached_property
@@ -63,7 +67,7 @@ class Demand:
         return place_leaves(tree, self.rules)
 
     def ladders(self, max_model_len: int, texts: int) -> tuple[tuple[dict[str, int], ...], tuple[dict[str, int], ...]]:
-        """The shapes that serving compiles: (prefill, decode), ascending. texts: decoded together."""
+        """The shapes that serving compiles: (prefill, decode), ascending. texts: decoded together by a replica."""
         return step_ladders(
             max_model_len=max_model_len,
             max_num_seqs=texts,
@@ -71,6 +75,17 @@ class Demand:
             block_size=self.engine.block_size,
             num_drafts=self.mtp,
         )
+
+    @property
+    def balances(self) -> bool:
+        """Whether experts are counted and moved."""
+        return self.engine.eplb_step_interval > 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for routed experts per MoE layer over all ranks, 0 for dense models."""
+        experts = num_experts(self.config)
+        return experts + self.engine.num_redundant_experts if experts else 0
 
     @property
     def is_cpu(self) -> bool:
@@ -97,8 +112,11 @@ def make_demand(
     max_model_len: int | None = None,
     concurrency: int | None = None,
     mtp: int = 0,
+    eplb_step_interval: int = 0,
+    num_redundant_experts: int = 0,
 ) -> Demand:
     """A demand from what a user types. ConfigError, OptionError or GraphError name what is wrong, and what is legal."""
+    # Nine parameters: the options of a command, by keyword.
     config = resolve_model(model)
     parsed = Mesh.parse(mesh)
     is_cpu = parsed.hardware.kind == "cpu"
@@ -112,7 +130,12 @@ def make_demand(
         raise OptionError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
     number_type = DTYPES[dtype] if dtype is not None else "float32" if is_cpu else "bfloat16"
     # the engine's own checks and defaults; on a CPU they also say which number types it has
-    engine = EngineOptions(max_model_len=max_model_len, dtype=number_type if is_cpu else "auto")
+    engine = EngineOptions(
+        max_model_len=max_model_len,
+        dtype=number_type if is_cpu else "auto",
+        eplb_step_interval=eplb_step_interval,
+        num_redundant_experts=num_redundant_experts,
+    )
     if not 0 <= mtp <= MAX_SPECULATIVE_TOKENS:
         raise OptionError(
             f"mtp is {mtp}: it must be 0 (no speculation) or the number of draft tokens, at most "

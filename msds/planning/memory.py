@@ -10,11 +10,12 @@ from functools import cached_property, lru_cache
 
 from msds.config import DeepseekConfig, max_context
 from msds.errors import OptionError
+from msds.models.specs.parts import check_redundant, moe_layers
 from msds.models.specs.rules import check_plan
 from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
 from msds.planning.demand import Demand, num_experts
 from msds.planning.links import Links
-from msds_graphs.sharding import PlacedLeaf, ShardPlan, held_leaves, shard
+from msds_graphs.sharding import PlacedLeaf, ShardPlan, held_leaves, shard, stage_layers
 from msds_graphs.specs import ITEM_SIZES, ArraySpec
 
 GRAPH_BYTES = 64 << 20
@@ -37,7 +38,9 @@ _PARTS = (
     ("dense_mlp", re.compile(r".*\.mlp\..*")),
     ("cache", re.compile(r"layers\.\d+\.(latent|k|v)")),
 )
-PARTS = tuple(name for name, _ in _PARTS if name != "cache")
+BALANCING = "balancing"
+"""The part of the weights that is no weight: where experts are, and how often they were chosen."""
+PARTS = (*(name for name, _ in _PARTS if name != "cache"), BALANCING)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -50,7 +53,8 @@ def part_of(path: str) -> str:
 class RankMemory:
     """Bytes of one rank of a stage.
 
-    weights: by part. block_bytes: of one cache block. num_blocks: planned cache blocks, the reserved one included.
+    weights: by part, with tables and counters of balanced experts. block_bytes: of one cache block. num_blocks: planned
+    cache blocks, the reserved one included.
     activations: the largest step's. runtime: graphs and workspace. communication: buffers. counted: whether these
     three are inside the budget, as on NPUs; the engine's CPU budget leaves them to the memory outside it.
     """
@@ -97,6 +101,8 @@ class Ledger:
     def __init__(self, demand: Demand, plan: ShardPlan) -> None:
         plan.check_mesh(demand.mesh)
         check_plan(demand.config, plan)
+        if demand.balances:
+            check_redundant(demand.config, plan, demand.engine.num_redundant_experts)
         self.demand = demand
         self.plan = plan
 
@@ -109,8 +115,19 @@ class Ledger:
     def stage_weights(self) -> tuple[Mapping[str, int], ...]:
         """Bytes by part of one rank, for each stage."""
         return tuple(
-            _bytes_by_part(self.demand, self.demand.weights, self.plan, stage) for stage in range(self.plan.pp)
+            _bytes_by_part(self.demand, self.demand.weights, self.plan, stage) | self._balancing_bytes(stage)
+            for stage in range(self.plan.pp)
         )
+
+    def _balancing_bytes(self, stage: int) -> dict[str, int]:
+        """Tables and counters of the MoE layers of a stage, where experts are balanced."""
+        demand, plan = self.demand, self.plan
+        if not demand.balances:
+            return {}
+        held, is_last = stage_layers(demand.config.num_hidden_layers, plan, stage), stage == plan.pp - 1
+        layers = sum(number in held if name == "layers" else is_last for name, number in moe_layers(demand.config))
+        replicas = min(plan.ep, 1 + demand.engine.num_redundant_experts)  # of one expert, at most
+        return {BALANCING: layers * num_experts(demand.config) * (replicas + 2) * ITEM_SIZES["int32"]}
 
     @cached_property
     def stage_block_bytes(self) -> tuple[int, ...]:
@@ -120,20 +137,18 @@ class Ledger:
             for stage in range(self.plan.pp)
         )
 
-    def texts_per_replica(self, texts: int) -> int:
-        """The largest share of `texts` that one replica has."""
-        return -(-texts // self.plan.dp)
-
     def stage(self, stage: int, texts: int, max_model_len: int) -> RankMemory:
         """A rank of a stage with `texts` texts of full length in its replica."""
         demand = self.demand
+        # shapes are compiled for what is decoded together, whether there is room for as many full texts or not
+        together = texts if demand.concurrency is not None else max(texts, self.plan.replica_share(demand.texts))
         return RankMemory(
             stage=stage,
             weights=self.stage_weights[stage],
             block_bytes=self.stage_block_bytes[stage],
             num_blocks=1 + texts * demand.engine.blocks_per_text(max_model_len),
             activations=activation_bytes(demand, self.plan, texts, max_model_len),
-            runtime=runtime_bytes(demand, self.plan, max_model_len),
+            runtime=runtime_bytes(demand, self.plan, together, max_model_len),
             communication=communication_bytes(demand, self.plan),
             budget=demand.budget_bytes,
             counted=not demand.is_cpu,
@@ -148,7 +163,7 @@ class Ledger:
         """The rank that needs most, for what the demand asks: all texts if a number was given, else as many as fit, at
         least one per replica and at most the engine's default."""
         demand = self.demand
-        wanted = self.texts_per_replica(demand.texts)
+        wanted = self.plan.replica_share(demand.texts)
         memory = self.fullest(wanted, demand.max_model_len)
         if demand.concurrency is not None:
             return memory
@@ -208,11 +223,11 @@ def _largest(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def runtime_bytes(demand: Demand, plan: ShardPlan, max_model_len: int) -> int:
-    """Compiled shapes with their workspace, and the runtime itself. Estimate."""
+def runtime_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
+    """Compiled shapes with their workspace, and the runtime itself. texts: decoded together by a replica. Estimate."""
     if demand.is_cpu:
-        return PROCESS_BYTES + graphs_bytes(demand, plan, max_model_len)
-    prefill, decode = demand.ladders(max_model_len, demand.engine.max_num_seqs)
+        return PROCESS_BYTES + graphs_bytes(demand, plan, texts, max_model_len)
+    prefill, decode = demand.ladders(max_model_len, texts)
     drafting = [bucket for bucket in decode if demand.mtp and bucket["Q"] == 1]  # one graph more for each
     return (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES + RUNTIME_BYTES
 

@@ -58,7 +58,7 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
     has_experts = num_experts(demand.config) > 0
     if not demand.is_cpu or demand.mesh.ranks > 1:
         yield (
-            "msds serve runs tp and ep over CPU processes in float32 today, neither dp nor pp"
+            "msds serve runs dp, tp and ep over CPU processes in float32 today, not pp"
             + ("" if demand.is_cpu else ", and nothing was run on an NPU")
         )
     if not is_executed(plan):
@@ -68,6 +68,18 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
             "which messages a step has, and their bytes, are those of the functions"
             + (": replicas gather each other's tokens for the experts" if plan.dp > 1 and has_experts else "")
             + "; their seconds, and all others, are estimates"
+        )
+    if demand.texts % plan.dp:
+        together = plan.replica_share(demand.texts) * plan.dp
+        yield (
+            f"{plan.dp} replicas decode as many texts each: shapes are those of --max-num-seqs {together}, which "
+            "msds serve takes in multiples of dp"
+        )
+    if demand.balances:
+        slots, experts = demand.num_slots, num_experts(demand.config)
+        yield (
+            f"experts are balanced: {slots // plan.ep} slots of a rank in each MoE layer for {slots} over ep = "
+            f"{plan.ep}, {slots - experts} more than experts; they are counted in every step"
         )
     if has_experts:
         yield "routing is taken as even: each rank waits for the mean, not for the busiest of them"

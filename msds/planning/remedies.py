@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from msds.planning.demand import Demand
 from msds.planning.memory import Ledger
 from msds.planning.quantised import SCHEMES
-from msds.planning.search import Candidate, rank_plans
+from msds.planning.search import Candidate, evaluate, rank_plans
 
 MOST_RANKS = 1024
 """No larger mesh is suggested."""
@@ -42,6 +42,9 @@ def _remedies(demand: Demand, chosen: Candidate) -> Iterator[Remedy]:
     if demand.quant == "none" and not demand.is_cpu:
         for scheme in SCHEMES[1:]:
             yield _remedy(f"--quant {scheme}", rank_plans(replace(demand, quant=scheme))[0])
+    if demand.engine.num_redundant_experts:
+        without = replace(demand, engine=replace(demand.engine, num_redundant_experts=0))
+        yield _remedy("--num-redundant-experts 0", evaluate(without, chosen.plan))
     yield from _less(demand, chosen)
     if demand.is_cpu:
         yield _more_memory(demand, chosen)
@@ -77,6 +80,6 @@ def _more_memory(demand: Demand, chosen: Candidate) -> Remedy:
 def _remedy(change: str, found: Candidate, ledger: Ledger | None = None, texts: int = 0, length: int = 0) -> Remedy:
     memory = found.memory
     if ledger is not None:
-        memory = ledger.fullest(ledger.texts_per_replica(texts), length)
+        memory = ledger.fullest(ledger.plan.replica_share(texts), length)
     assert memory is not None
     return Remedy(change=change, plan=str(found.plan), needed=memory.needed, budget=memory.budget)

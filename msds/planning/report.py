@@ -46,8 +46,8 @@ class PlanReport:
         """JSON types. Bytes are integers, of the fullest rank unless said otherwise; seconds and tokens per second are
         estimates.
 
-        model, mesh, plan {dp, tp, ep, pp}, dtype, quant, max_model_len, mtp; concurrency: texts of full length planned
-        for, null if none was asked for; fits
+        model, mesh, plan {dp, tp, ep, pp}, dtype, quant, max_model_len, mtp, eplb_step_interval,
+        num_redundant_experts; concurrency: texts of full length planned for, null if none was asked for; fits
         memory: bytes of the fullest rank: weights {part: bytes}, weights_total, cache, block (one cache block), blocks,
             activations, graphs_and_workspace (on a CPU with the process itself), communication, needed, budget,
             capacity, stage (its pipeline stage)
@@ -70,6 +70,8 @@ class PlanReport:
             "max_model_len": demand.max_model_len,
             "concurrency": demand.concurrency,
             "mtp": demand.mtp,
+            "eplb_step_interval": demand.engine.eplb_step_interval,
+            "num_redundant_experts": demand.engine.num_redundant_experts,
             "fits": self.fits,
             "memory": _memory_json(memory, demand.memory_bytes),
             "total": self.total_bytes,

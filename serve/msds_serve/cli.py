@@ -143,7 +143,8 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--shard-cache",
         metavar="FOLDER",
-        help="keep converted weights there, one file per rank, and load those next time",
+        help="keep converted weights there, a file per model, plan and rank, and load those next time; what a changed "
+        "checkpoint supersedes is removed",
     )
 
 
@@ -206,6 +207,7 @@ def _add_inspect(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> int:
     engine = given(options, ENGINE_OPTIONS)
+    _check_cache(options)
     if options.mesh is None:
         from msds import LLM
 
@@ -245,6 +247,7 @@ def generate_with(llm: LLM, options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    _check_cache(options)
     engine = (*ENGINE_OPTIONS, "max_waiting", *BALANCE_OPTIONS)
     service = given(options, ("max_body_bytes", "request_timeout", "drain_seconds"))
     if service.get("request_timeout") == 0:
@@ -278,6 +281,14 @@ def _serve(options: argparse.Namespace) -> int:
     per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}
     launch_ranks("msds_serve.ranks:serve_rank", per_rank, options, ranks, stop_seconds=drain + END_SECONDS)
     return EXIT_OK
+
+
+def _check_cache(options: argparse.Namespace) -> None:
+    """Once, and not in each of several processes."""
+    from msds.weights import check_shard_cache
+
+    if options.shard_cache is not None:
+        check_shard_cache(options.shard_cache, options.model)
 
 
 def _output_json(output: Output) -> dict[str, Any]:

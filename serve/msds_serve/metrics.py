@@ -109,6 +109,8 @@ def _of_experts(balance: BalanceStats) -> Iterable[Metric]:
         yield GaugeMetricFamily("msds_expert_load_imbalance_ratio", text, balance.imbalance)
     yield CounterMetricFamily("msds_expert_rebalances_total", "Times that experts were moved.", balance.rebalancings)
     yield CounterMetricFamily("msds_expert_moves_total", "Expert slots that were given another.", balance.moves)
+    text = "Times that a layer's experts could not be moved and stayed."
+    yield CounterMetricFamily("msds_expert_move_failures_total", text, balance.failures)
 
 
 def _by_position(name: str, text: str, counts: Sequence[int]) -> CounterMetricFamily:

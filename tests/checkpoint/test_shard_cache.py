@@ -14,10 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msds.checkpoint import Checkpoint, Held, ShardCache, shard_file, shard_key, tensor_source, write_checkpoint
+from msds.checkpoint import (
+    Checkpoint,
+    Held,
+    ShardCache,
+    check_shard_folder,
+    shard_file,
+    shard_key,
+    tensor_source,
+    write_checkpoint,
+)
 from msds.errors import OptionError
 
-KEY = "0" * 64
+KEY, OTHER = "0" * 64, "1" * 64
+PURPOSE = {"model": "m", "rank": 0}
 ARRAYS = {
     "layers.0.weight": (np.arange(24, dtype=np.float32).reshape(4, 6), "float32"),
     "layers.0.bits": (np.arange(10, dtype=np.uint16), "bfloat16"),
@@ -30,7 +40,7 @@ WANTED = {path: Held(dtype, array.shape) for path, (array, dtype) in ARRAYS.item
 @pytest.fixture
 def cache(tmp_path: Path) -> ShardCache:
     """One that is written."""
-    found = shard_file(tmp_path / "caches", "model.tp1.rank0", KEY)
+    found = shard_file(tmp_path / "caches", "model.tp1.rank0", PURPOSE, KEY)
     found.write(ARRAYS)
     return found
 
@@ -46,14 +56,14 @@ def test_what_is_written_is_read_bit_for_bit(cache: ShardCache) -> None:
 
 
 def test_no_file_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert shard_file(tmp_path, "model", KEY).read(WANTED) is None
+    assert shard_file(tmp_path, "model", PURPOSE, KEY).read(WANTED) is None
     assert caplog.records == []
 
 
 @given(st.data())
 def test_no_changed_byte_is_ever_used(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Any one byte, of lengths, header or tensors: refused."""
-    cache = shard_file(tmp_path_factory.mktemp("caches"), "model", KEY)
+    cache = shard_file(tmp_path_factory.mktemp("caches"), "model", PURPOSE, KEY)
     cache.write(ARRAYS)
     content = bytearray(cache.path.read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
@@ -107,7 +117,7 @@ def test_a_header_that_was_rewritten_is_not_used(cache: ShardCache, caplog: pyte
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = shard_file(tmp_path, "model", KEY)
+    cache = shard_file(tmp_path, "model", PURPOSE, KEY)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -118,26 +128,93 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_what_another_writes_is_not(cache: ShardCache) -> None:
-    gone, alive, other = (
+def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(cache: ShardCache) -> None:
+    superseded = shard_file(cache.path.parent, "model.tp1.rank0", PURPOSE, OTHER).path
+    gone, old, alive, other = (
         cache.path.with_name(f".{name}.{process}.partial")
         for name, process in (
             (cache.path.name, 2**22 + 1),  # above all process ids
+            (superseded.name, 2**22 + 1),
             (cache.path.name, os.getppid()),
             ("other", 2**22 + 1),
         )
     )
-    for path in (gone, alive, other):
+    for path in (gone, old, alive, other):
         path.write_text("")
     cache.write(ARRAYS)
-    assert (gone.exists(), alive.exists(), other.exists()) == (False, True, True)
+    assert (gone.exists(), old.exists(), alive.exists(), other.exists()) == (False, False, True, True)
     assert cache.read(WANTED) is not None
+
+
+def neighbours(cache: ShardCache) -> list[Path]:
+    """Files of other purposes, and a user's own."""
+    folder, label = cache.path.parent, "model.tp1.rank0"
+    others = [shard_file(folder, label, PURPOSE | {"model": name}, OTHER).path for name in ("n", "m.1", "")]
+    others += [shard_file(folder, "model.tp1.rank01", PURPOSE | {"rank": 1}, KEY).path]
+    others += [folder / "model.safetensors", cache.path.with_suffix(".json"), folder / f"{label}.safetensors"]
+    for path in others:
+        path.write_text("mine")
+    return others
+
+
+@pytest.mark.parametrize("how", ["write", "read"])
+def test_what_is_superseded_is_removed_when_its_successor_is_whole_and_nothing_else(
+    cache: ShardCache, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    caplog.set_level(logging.INFO, "msds")
+    others = neighbours(cache)
+    newer = shard_file(cache.path.parent, "model.tp1.rank0", PURPOSE, OTHER)
+    assert newer.read(WANTED) is None
+    assert cache.path.exists()
+    newer.write(ARRAYS)
+    assert not cache.path.exists()
+    size = newer.path.stat().st_size
+    if how == "read":  # as after a crash before the removal
+        cache.path.write_bytes(newer.path.read_bytes())
+        caplog.clear()
+        assert newer.read(WANTED) is not None
+    assert f"removed {cache.path} ({size / 2**20:.1f} MiB), superseded" in caplog.messages[-1]
+    assert sorted(cache.path.parent.iterdir()) == sorted([*others, newer.path])
+    assert all(path.read_text() == "mine" for path in others)
+
+
+def test_an_unfinished_successor_supersedes_nothing(cache: ShardCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = shard_file(cache.path.parent, "model.tp1.rank0", PURPOSE, OTHER)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("msds.checkpoint.save._write_tensor", full)
+    newer.write(ARRAYS)
+    assert list(cache.path.parent.iterdir()) == [cache.path]
+    newer.path.write_bytes(cache.path.read_bytes()[:-1])  # nor does a damaged one
+    assert newer.read(WANTED) is None
+    assert cache.read(WANTED) is not None
+
+
+def test_what_cannot_be_removed_is_said(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    newer = shard_file(cache.path.parent, "model.tp1.rank0", PURPOSE, OTHER)
+
+    real = Path.unlink
+
+    def refused(self: Path, missing_ok: bool = False) -> None:
+        if self == cache.path:
+            raise PermissionError(13, "Permission denied")
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    newer.write(ARRAYS)
+    monkeypatch.undo()
+    assert newer.read(WANTED) is not None
+    assert f"superseded {cache.path} cannot be removed: Permission denied" in caplog.text
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = shard_file(tmp_path, "model", KEY)
+    cache = shard_file(tmp_path, "model", PURPOSE, KEY)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -166,7 +243,7 @@ def test_one_that_reads_while_others_write_finds_a_whole_file(cache: ShardCache)
 
 
 def test_memory_is_that_of_the_result(tmp_path: Path) -> None:
-    cache = shard_file(tmp_path, "model", KEY)
+    cache = shard_file(tmp_path, "model", PURPOSE, KEY)
     arrays = {f"w.{index}": (np.ones((1024, 1024), np.float32), "float32") for index in range(3)}
     size = 3 << 22
     tracemalloc.start()
@@ -191,8 +268,13 @@ def test_progress_is_shown_when_asked(cache: ShardCache, capsys: pytest.CaptureF
 def test_no_folder_is_an_error_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("file", "file/below"):
-        with pytest.raises(OptionError, match=r"shard_cache is '.*file.*name a folder"):
-            shard_file(tmp_path / name, "model", KEY)
+        with pytest.raises(OptionError, match=r"shard_cache is '.*file.*file is a file.*name a folder"):
+            shard_file(tmp_path / name, "model", PURPOSE, KEY)
+    with pytest.raises(OptionError, match="shard_cache is ''"):
+        shard_file("", "model", PURPOSE, KEY)
+    check_shard_folder(tmp_path / "not" / "yet")
+    check_shard_folder("relative")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_a_key_is_of_the_files_content_even_at_one_size_and_time(tmp_path: Path) -> None:

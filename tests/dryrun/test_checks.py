@@ -134,6 +134,19 @@ def test_rules_by_hand(tmp_path):
     ]
 
 
+def test_counting_gathers_the_choices_of_replicas(tmp_path):
+    """Once in each MoE layer, those of drafts too; nothing where one replica has all tokens."""
+    model, balancing = config_file(tmp_path), {"eplb_step_interval": 9, "num_redundant_experts": 4}
+    for plan, steps in (("dp2.tp2.ep4", (2, 2, 2, 0)), ("tp4.ep4", (0, 0, 0, 0))):
+        plain = made_report(tiny_job(model, "a2:4", plan, mtp=2), 0)
+        counting = made_report(tiny_job(model, "a2:4", plan, mtp=2, **balancing), 0)
+        for count, before, after in zip(steps, plain.steps, counting.steps, strict=True):
+            more = list(after.collectives)
+            for call in before.collectives:
+                more.remove(call)
+            assert [(call.kind, call.dtype, call.shape[1]) for call in more] == [("all_gather", "int32", 3)] * count
+
+
 def test_rules_of_a_dense_family(tmp_path):
     job = tiny_job(config_file(tmp_path, LLAMA, vocab_size=509), "a2:2", "tp2")
     kinds = [(call.kind, call.result) for call in made_report(job, 1).steps[1].collectives]

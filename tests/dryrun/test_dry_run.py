@@ -79,6 +79,20 @@ def _check_opinion(report):
         assert sums[tuple(replicas)] == sums[0, 1, 2, 3] == 6 * 3
 
 
+def test_steps_that_count_experts(stubs, tmp_path):
+    """What serving with balanced experts compiles: five slots a rank, tables, and choices gathered to be counted."""
+    balancing = {"eplb_step_interval": 9, "num_redundant_experts": 4}
+    job = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2.ep4", steps=("decode", "draft"), mtp=1, **balancing)
+    report = compile_rank(replace(job, rank=3), stubs)
+    assert [check.faults for check in checks(job, [report])] == [()] * 8
+    decode, draft = report.steps
+    assert decode.parameters["layers.1.mlp.experts.gate_proj"][1] == (5, 32, 64)
+    assert decode.parameters["layers.2.mlp.experts.slot_table"] == ("int32", (16, 4))
+    assert [sum(call.dtype == "int32" for call in step.collectives) for step in report.steps] == [2, 2]
+    counted = [call for call in draft.collectives if (call.dtype, len(call.shape)) == ("int32", 2)]
+    assert len(counted) == 1  # the drafts themselves, [1, texts, drafts] of each replica, are no counts
+
+
 def test_experts_cut_in_width_and_a_padded_vocabulary(stubs, tmp_path):
     """tp4.ep2 on A3: every rank has all tokens, so experts need no message of their own."""
     job = tiny_job(config_file(tmp_path, vocab_size=510), "a3:4", "tp4.ep2", steps=("decode",), mtp=0)

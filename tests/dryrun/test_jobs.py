@@ -30,6 +30,9 @@ from tests.reference.variants import LLAMA
         ({"plan": "dp2.tp4", "dtype": "int4"}, "'int4'"),
         ({"plan": "dp2.tp4", "mtp": 99}, "mtp is 99"),
         ({"plan": "dp2.tp4", "max_model_len": 1 << 30}, "context"),
+        ({"plan": "tp4.dp2", "eplb_step_interval": 9}, "plan dp2.tp4 has no ep"),
+        ({"plan": "tp4.dp2.ep8", "eplb_step_interval": 9, "num_redundant_experts": 3}, "16 experts and 3.*use 8"),
+        ({"plan": "tp4.dp2.ep8", "num_redundant_experts": 8}, "8 without eplb_step_interval"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options, text, tmp_path):
@@ -68,6 +71,20 @@ def test_local_trees_are_the_slices(tmp_path):
         path: piece.shape for path, piece in held.items()
     }
     assert held["layers.1.mlp.experts.gate_proj"].shape == (4, 32, 64)
+
+
+def test_local_trees_of_balanced_experts_are_the_slices(tmp_path):
+    """What the loader's account gives a rank is what the plan's does: more slots, and whole tables."""
+    balancing = {"eplb_step_interval": 9, "num_redundant_experts": 4}
+    job = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2.ep4", **balancing)
+    assert Job.from_json(job.to_json()) == job
+    held = job.weights(3)
+    local = {path: (spec.shape, spec.dtype) for path, spec in tree_items(job.local_weights())}
+    assert local == {path: (piece.shape, piece.dtype) for path, piece in held.items()}
+    assert held["layers.1.mlp.experts.gate_proj"].shape == (5, 32, 64)
+    assert local["mtp.0.mlp.experts.slot_table"] == ((16, 4), "int32")
+    without = tiny_job(config_file(tmp_path), "a2:4", "dp2.tp2.ep4")
+    assert "layers.1.mlp.experts.slot_table" not in without.weights(3)
 
 
 def test_ranks_of_equal_slices_are_one_role(tmp_path):

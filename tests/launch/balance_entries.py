@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from msds import LLM, SamplingParams
+from msds import LLM, SamplingParams, experts
 from msds.engine.balance import imbalance
 from msds.engine.ranks import follow
+from msds.errors import PlacementError
 from msds.launch import Place
 from msds.launch.team import Follower, Leader
+from msds.models.specs.placement import ExpertPlacement
 from msds_graphs.collectives import create_groups
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan
@@ -45,12 +47,29 @@ def compiled_later(llm: LLM) -> int:
     return runner.num_compiled - sum(len(step.buckets) for step in runner.steps.values())
 
 
+def turned(placement: ExpertPlacement) -> ExpertPlacement:
+    """What each rank has, on the other end of the ranks."""
+    return ExpertPlacement(placement.num_experts, placement.slots[::-1])
+
+
+def break_moves() -> None:
+    """This rank cannot take the second projection of experts whose placement is turned round; the first has come."""
+    real = experts._exchange
+
+    def exchange(held: Any, coming: Any, empty: Any, old: Any, new: Any, ranks: Ranks) -> Any:
+        broken = coming | {"up_proj": None} if new == turned(old) else coming
+        return real(held, broken, empty, old, new, ranks)
+
+    experts._exchange = exchange
+
+
 def balance_rank(place: Place, folder: str, plan: str, target: str) -> None:
     """Both ranks write what they compiled after warm-up, rank 0 also what it said and counted."""
     ranks = Ranks(ShardPlan.parse(plan), place.rank)
     create_groups(ranks)
     options = OPTIONS | {"ranks": ranks, "eplb_step_interval": INTERVAL, "num_redundant_experts": REDUNDANT}
     if place.rank:
+        break_moves()
         follower = Follower(place)
         llm = LLM(folder, team=follower, **options)
         follow(llm.engine.runner, follower)
@@ -65,6 +84,12 @@ def balance_rank(place: Place, folder: str, plan: str, target: str) -> None:
     total = runner.expert_counts()
     found |= {"counts": total.tolist(), "last": vars(llm.engine.balance), "compiled": compiled_later(llm)}
     found["imbalance"] = [imbalance(at, (total - counted)) for at in (initial, llm.model.placements)]
+    before = _slots(llm)
+    try:
+        runner.place_experts([turned(placement) for placement in llm.model.placements])
+    except PlacementError as error:
+        found |= {"refused": str(error), "stayed": before == _slots(llm), "after": answers(llm, 300)}
+    found["compiled"] = compiled_later(llm)
     _write(target, place.rank, found | {"placements": _slots(llm)})
     leader.stop()
     place.leave()

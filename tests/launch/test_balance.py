@@ -41,9 +41,17 @@ def found(folder: Path, logs: Path) -> list[dict[str, Any]]:
     return [json.loads((logs / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_answers_are_those_of_one_process_during_and_after_swaps(found: list[dict[str, Any]], folder: Path) -> None:
-    alone = LLM(folder, **OPTIONS)
-    assert found[0]["answers"] == [answers(alone, 100), answers(alone, 200)]
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[int, list[list[int]]]:
+    """What one process answers, by first token."""
+    llm = LLM(folder, **OPTIONS)
+    return {first: answers(llm, first) for first in (100, 200, 300)}
+
+
+def test_answers_are_those_of_one_process_during_and_after_swaps(
+    found: list[dict[str, Any]], alone: dict[int, list[list[int]]]
+) -> None:
+    assert found[0]["answers"] == [alone[100], alone[200]]
     assert found[0]["first"]["rebalancings"] >= 1  # with requests under way: between two of the first round's steps
 
 
@@ -64,6 +72,17 @@ def test_a_skewed_load_becomes_more_balanced(found: list[dict[str, Any]], logs: 
     assert found[0]["last"]["moves"] >= found[0]["last"]["rebalancings"] >= 1
     log = (logs / "rank-0.log").read_text()
     assert f"experts rebalanced: in {INTERVAL} steps the busiest rank of ep had" in log
+
+
+def test_a_fault_of_one_rank_leaves_the_experts_of_all(
+    found: list[dict[str, Any]], alone: dict[int, list[list[int]]], logs: Path
+) -> None:
+    """In the midst of the weights' exchange; what is answered then is what one process answers."""
+    assert found[0]["refused"] == "experts of layers.0 stay where they are: another rank could not"
+    assert found[0]["stayed"]
+    assert found[0]["after"] == alone[300]
+    log = (logs / "rank-1.log").read_text()
+    assert "place_experts failed: experts of layers.0 stay where they are: 'NoneType'" in log
 
 
 def test_all_ranks_agree_and_compiled_nothing_after_warm_up(found: list[dict[str, Any]]) -> None:

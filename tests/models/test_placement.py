@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from msds.config import read_config
-from msds.models.specs.parts import check_placements, moe_layers, spread_experts
-from msds.models.specs.placement import ExpertPlacement, balance_experts, count_moves, rebalance_experts
+from msds.models.specs.parts import check_placements, expert_topology, moe_layers, spread_experts
+from msds.models.specs.placement import ExpertPlacement, balance_experts
 from msds_graphs.errors import GraphError
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan
@@ -39,21 +41,6 @@ def test_a_balanced_placement_is_one(problem):
     for expert, (row, count) in enumerate(zip(tables["slot_table"], tables["num_replicas"], strict=True)):
         assert len(set(row[:count])) == count == flat.count(expert)
         assert [flat[slot] for slot in row] == [expert] * len(row)
-
-
-@given(problems(), st.randoms(use_true_random=False))
-def test_rebalancing_is_balancing_with_few_moves(problem, random):
-    counts, ranks, slots, _, _ = problem
-    before = [random.randrange(100) for _ in counts]
-    old = balance_experts(before, ranks, slots)
-    best, new = balance_experts(counts, ranks, slots), rebalance_experts(old, counts)
-    assert sorted(sorted(row) for row in new.slots) == sorted(sorted(row) for row in best.slots)
-    arriving = [set(row) - set(held) for held, row in zip(old.slots, new.slots, strict=True)]
-    assert count_moves(old, new) == sum(len(row) for row in arriving)  # who stays keeps the slot
-    assert rebalance_experts(new, counts) == new
-    assert count_moves(old, rebalance_experts(old, before)) == 0
-    turned = ExpertPlacement(len(counts), best.slots[1:] + best.slots[:1])  # as good on other ranks
-    assert count_moves(turned, rebalance_experts(turned, counts)) == 0
 
 
 def test_the_hottest_are_replicated_and_ranks_evened_out():
@@ -107,3 +94,29 @@ def test_what_is_no_placement_is_named(slots, message):
 def test_sizes_that_cannot_be_are_named(arguments, message):
     with pytest.raises(GraphError, match=message):
         balance_experts(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("plan", "nodes", "wanted"),
+    [
+        ("tp16.ep16", 1, (1, 4)),
+        ("tp16.ep16", 2, (2, 4)),
+        ("dp2.tp8.ep16", 4, (4, 4)),
+        ("dp2.tp8.ep8", 4, (4, 4)),  # two ranks hold an expert together, on one machine
+        ("dp2.tp8.ep2", 2, (2, 4)),
+        ("dp2.tp8.ep2", 4, (1, 4)),  # eight ranks hold an expert together, on two machines
+    ],
+)
+def test_what_is_near_follows_from_plan_and_machines(tiny, plan, nodes, wanted):
+    config = replace(read_config(tiny("v3_base")), n_group=4, topk_group=2)
+    assert expert_topology(config, ShardPlan.parse(plan), nodes) == wanted
+    everywhere = replace(config, topk_group=4)
+    assert expert_topology(everywhere, ShardPlan.parse(plan), nodes) == (wanted[0], 1)
+    assert expert_topology(replace(config, topk_method="greedy"), ShardPlan.parse(plan), nodes) == (wanted[0], 1)
+
+
+def test_the_first_placement_knows_the_machines(tiny):
+    config = replace(read_config(tiny("v3_base")), n_group=4, topk_group=2)
+    (first, *_) = spread_experts(config, ShardPlan.parse("tp4.ep4"), 4, nodes=2)
+    assert first == balance_experts([1.0] * 16, 4, 5, nodes=2, groups=4)
+    assert first != balance_experts([1.0] * 16, 4, 5)

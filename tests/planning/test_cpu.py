@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from msds import LLM, load
 from msds.models.specs import tree_bytes
+from msds.models.specs.parts import spread_experts
+from msds.options import EngineOptions
 from msds.planning import make_demand, make_plan
 from msds.pretrained import DEFAULT_MODEL, TINY_R1
 from msds_graphs.ranks import Ranks
@@ -57,6 +60,24 @@ def test_planned_bytes_are_those_that_each_rank_loads(folder: Path, plan: str) -
         assert allocated(model.params) == memory.weight_bytes
         cache = model.cache_spec(memory.num_blocks, demand.engine.block_size)
         assert tree_bytes(cache) == memory.cache_bytes
+
+
+@pytest.mark.parametrize(("plan", "redundant"), [("tp2.ep2", 2), ("dp2.ep2", 0)])
+@pytest.mark.parametrize("mtp", [0, 1])
+def test_balanced_experts_are_planned_as_each_rank_loads_them(tiny: Tiny, plan: str, redundant: int, mtp: int) -> None:
+    """Slots, tables and counters, to the byte; and the engine leaves as much to its cache."""
+    folder, shards = tiny("v3_base"), ShardPlan.parse(plan)
+    balancing = {"eplb_step_interval": 10, "num_redundant_experts": redundant}
+    demand = make_demand(str(folder), "cpu:2", max_model_len=100, mtp=mtp, **balancing)
+    memory = make_plan(demand, plan).memory
+    placements = spread_experts(demand.config, shards, redundant)
+    for rank in range(2):
+        model = load(folder, ranks=Ranks(shards, rank), mtp=mtp > 0, placements=placements)
+        counters = model.expert_counts_spec().nbytes
+        assert allocated(model.params) + counters == memory.weight_bytes
+        assert memory.weights["balancing"] > counters > 0
+        llm: Any = SimpleNamespace(options=EngineOptions(**balancing), _ranks=Ranks(shards, rank))
+        assert LLM._held_bytes(llm, demand.config, placements) == memory.weight_bytes
 
 
 def test_drafts_are_planned_as_they_are_allocated(tiny: Tiny) -> None:

@@ -131,10 +131,21 @@ def test_every_shape_and_the_process_are_in_the_plan(config_folder: Callable[...
     """More drafts, longer chunks and longer texts are more or larger shapes."""
     folder = config_folder(V3)
     plain, drafting = (make_demand(folder, "cpu:1", max_model_len=1024, mtp=mtp) for mtp in (0, 2))
-    sizes = [graphs_bytes(demand, ShardPlan(), 1024) for demand in (plain, drafting)]
+    sizes = [graphs_bytes(demand, ShardPlan(), 8, 1024) for demand in (plain, drafting)]
     assert sizes[1] > 1.5 * sizes[0]
-    assert graphs_bytes(plain, ShardPlan(), 256) < sizes[0]
+    assert graphs_bytes(plain, ShardPlan(), 8, 256) < sizes[0]
     assert make_plan(plain).memory.runtime == PROCESS_BYTES + sizes[0]
+
+
+def test_shapes_are_those_of_a_replica(config_folder: Callable[..., str]) -> None:
+    """Eight texts over two replicas are four in each; a hundred have more shapes, and larger ones."""
+    folder = config_folder(V3)
+    plan = ShardPlan(dp=2, ep=2)
+    few, many = (make_demand(folder, "cpu:2", max_model_len=1024, concurrency=texts) for texts in (None, 100))
+    for demand, share in ((few, 4), (many, 50)):
+        sizes = graphs_bytes(demand, plan, share, 1024)
+        assert make_plan(demand, "dp2.ep2").memory.runtime == PROCESS_BYTES + sizes
+    assert graphs_bytes(few, plan, 4, 1024) < graphs_bytes(few, plan, 8, 1024) < graphs_bytes(few, plan, 50, 1024)
 
 
 @pytest.mark.parametrize(("free", "is_said"), [(1 << 30, True), (1 << 40, False)])

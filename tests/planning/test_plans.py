@@ -8,7 +8,9 @@ import pytest
 
 from msds.errors import ConfigError, OptionError
 from msds.planning import make_demand, make_plan
+from msds.planning.memory import GRAPH_BYTES
 from msds_graphs.errors import GraphError
+from msds_graphs.sharding import ShardPlan
 from tests.planning.by_hand import (
     BUDGET,
     DENSE,
@@ -137,6 +139,91 @@ def test_a_text_that_is_too_long_is_met_with_its_length() -> None:
     assert remedy(report, "--concurrency 1").fits
 
 
+def test_shapes_are_those_of_one_replica() -> None:
+    """Of 512 texts over 16 replicas each compiles for 32: decode of 1, 8 and 32 instead of 1, 8, 32, 128 and 512."""
+    one, sixteen = (planned("r1-distill-qwen-1.5b", "a2:16", plan, concurrency=512) for plan in ("tp2.pp8", "dp16"))
+    lengths = len(sixteen.demand.ladders(4096, 1)[1])
+    assert one.memory.runtime - sixteen.memory.runtime == 2 * lengths * GRAPH_BYTES
+    assert planned("r1-distill-qwen-1.5b", "a2:16", "dp16").memory.runtime < sixteen.memory.runtime
+
+
+def test_texts_that_replicas_cannot_share_evenly_are_said() -> None:
+    said = [note for note in planned("deepseek-v2-lite", "a2:16", "dp16.ep16").notes if "--max-num-seqs" in note]
+    assert len(said) == 1
+    assert "those of --max-num-seqs 16" in said[0]
+    assert not any("--max-num-seqs" in note for note in planned("deepseek-v2-lite", "a2:4", "dp4.ep4").notes)
+
+
+def test_redundant_experts_are_held_by_every_rank() -> None:
+    """R1 on 32 NPUs with 32 replicas: nine experts of a layer on each instead of eight."""
+    plain, spare = (
+        planned("deepseek-r1", "a2:32", "dp4.tp8.ep32", **options)
+        for options in ({}, {"eplb_step_interval": 100, "num_redundant_experts": 32})
+    )
+    expert = 3 * 7168 * 2048 * 2
+    experts = plain.memory.weights["routed_experts"]
+    assert experts == 58 * 8 * expert
+    assert spare.memory.weights["routed_experts"] == 58 * 9 * expert
+    # int32: an expert's slots (at most one on each of the 32 ranks), how many they are, how often it was chosen
+    assert spare.memory.weights["balancing"] == 58 * 256 * (32 + 1 + 1) * 4
+    assert spare.memory.weight_bytes == v3_weight_bytes(8, 32, 32, int8=False) + 58 * (expert + 256 * 34 * 4)
+    assert spare.speed.decode.links > plain.speed.decode.links  # choices are gathered to be counted
+    assert any("9 slots of a rank in each MoE layer for 288 over ep = 32, 32 more" in note for note in spare.notes)
+    text = spare.render()
+    assert "balancing" in text
+    assert "balancing" not in plain.render()
+
+
+def test_redundant_experts_in_int8_and_of_mtp() -> None:
+    spare = planned(
+        *("deepseek-r1", "a2:16", "tp16.ep16"),
+        quant="w8a8",
+        mtp=1,
+        eplb_step_interval=100,
+        num_redundant_experts=16,
+    )
+    expert = 3 * 7168 * 2048 + 4 * (2 * 2048 + 7168)
+    want = v3_weight_bytes(16, 16, 16, int8=True, mtp=True) + 59 * (expert + 256 * (16 + 2) * 4)
+    assert spare.memory.weight_bytes == want
+
+
+def test_replicas_that_do_not_fit_have_a_remedy() -> None:
+    report = planned("deepseek-r1", "a2:32", "tp32.ep32", eplb_step_interval=9, num_redundant_experts=256)
+    assert not report.fits
+    assert remedy(report, "--num-redundant-experts 0").fits
+    assert remedy(report, "--num-redundant-experts 0").needed == planned(
+        "deepseek-r1", "a2:32", "tp32.ep32", eplb_step_interval=9
+    ).memory.needed  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "options", "message"),
+    [
+        (
+            "deepseek-r1",
+            "tp16.ep16",
+            {"eplb_step_interval": 9, "num_redundant_experts": 3},
+            "256 experts and 3.*use 16",
+        ),
+        ("deepseek-r1", "tp16", {"eplb_step_interval": 9}, "plan tp16 has no ep"),
+        ("deepseek-v2-lite", "tp2.ep2", {"eplb_step_interval": 9, "num_redundant_experts": 66}, "with 64 each of 2"),
+        ("r1-distill-llama-70b", "tp8", {"eplb_step_interval": 9}, "no routed experts"),
+        ("deepseek-r1", "tp16.ep16", {"num_redundant_experts": 16}, "16 without eplb_step_interval"),
+        ("deepseek-r1", "tp16.ep16", {"eplb_step_interval": -1}, "eplb_step_interval is -1"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(model: str, plan: str, options: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        planned(model, f"a2:{ShardPlan.parse(plan).ranks}", plan, **options)
+
+
+def test_the_best_plan_with_replicas_can_hold_them() -> None:
+    report = planned("deepseek-r1", "a2:32", eplb_step_interval=9, num_redundant_experts=16)
+    assert (256 + 16) % report.plan.ep == 0
+    assert report.plan.ep > 1
+    assert any(item.status == "illegal" and "272" not in item.reason for item in report.others)
+
+
 def test_pipeline_stages_hold_their_own_layers() -> None:
     """The last stage has the head and the first the embedding, 80 layers are 40 and 40: the stages weigh the same but
     for the final norm."""
@@ -163,7 +250,7 @@ def test_ranking_is_by_fit_then_time_and_says_why() -> None:
 
 
 def test_stages_are_chosen_only_where_nothing_else_fits_and_said_to_be_planned() -> None:
-    report = planned("deepseek-v3", "a2:16", quant="w8a8", concurrency=256)
+    report = planned("deepseek-v3", "a2:16", quant="w8a8", concurrency=224)
     assert report.plan.pp == 2
     assert not any(item.status == "fits" and item.plan.pp == 1 for item in report.others)
     assert any("2 pipeline stages are planned, not executed" in note for note in report.notes)

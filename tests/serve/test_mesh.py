@@ -47,6 +47,9 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--plan", "tp2"], ["--plan is for several processes: give --mesh too"]),
         (["--step-timeout", "3"], ["--step-timeout is for several processes"]),
         (["--rank-logs", "logs"], ["--rank-logs is for several processes"]),
+        (["--mesh", "cpu:2", "--shard-cache", ""], ["shard_cache is ''", "name a folder"]),
+        (["--mesh", "cpu:2", "--shard-cache", __file__], ["shard_cache is '", "test_mesh.py is a file"]),
+        (["--shard-cache", __file__], ["shard_cache is '", "test_mesh.py is a file"]),
     ],
 )
 def test_what_cannot_be_is_refused(

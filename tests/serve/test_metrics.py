@@ -35,14 +35,15 @@ def test_without_speculation_there_is_nothing_of_it() -> None:
 
 
 def test_balance_of_experts() -> None:
-    text = lines(balance=BalanceStats(imbalance=1.25, rebalancings=3, moves=40))
+    text = lines(balance=BalanceStats(imbalance=1.25, rebalancings=3, moves=40, failures=2))
     assert {
         "# TYPE msds_expert_load_imbalance_ratio gauge",
         "msds_expert_load_imbalance_ratio 1.25",
         "msds_expert_rebalances_total 3.0",
         "msds_expert_moves_total 40.0",
+        "msds_expert_move_failures_total 2.0",
     } <= set(text)
-    text = lines(balance=BalanceStats(imbalance=None, rebalancings=0, moves=0))
+    text = lines(balance=BalanceStats(imbalance=None, rebalancings=0, moves=0, failures=0))
     assert not [line for line in text if "imbalance" in line]
     assert "msds_expert_rebalances_total 0.0" in text
     assert not [line for line in lines() if "expert" in line]

@@ -10,9 +10,11 @@ from msds.planning import PlanReport
 from msds.presets import deepseek_v2_lite
 from msds_serve.cli import main
 
+EVERY = ["--eplb-step-interval", "100"]
 KEYS = {
     "model", "mesh", "plan", "dtype", "quant", "max_model_len", "concurrency", "mtp", "fits", "memory", "total",
-    "capacity", "estimates", "published", "others", "remedies", "notes", "is_estimate",
+    "eplb_step_interval", "num_redundant_experts", "capacity", "estimates", "published", "others", "remedies",
+    "notes", "is_estimate",
 }  # fmt: skip
 
 
@@ -48,6 +50,12 @@ def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> N
         (["deepseek-r1", "--mesh", "a2:13"], "nearest are a2:8 and a2:16"),
         (["deepseek-r1", "--mesh", "a2:16", "--plan", "tp4"], "mesh a2:16 has 16"),
         (["deepseek-r1", "--mesh", "a2:16", "--plan", "tp4x"], "'tp4x' is not an axis"),
+        (["deepseek-r1", "--mesh", "a2:16", "--num-redundant-experts", "16"], "16 without eplb_step_interval"),
+        (
+            *(["deepseek-r1", "--mesh", "a2:16", "--plan", "tp16.ep16", *EVERY, "--num-redundant-experts", "3"],),
+            "evenly to 16 ranks of ep; use 16",
+        ),
+        (["r1-distill-qwen-7b", "--mesh", "a2:1", "--plan", "tp1", *EVERY], "qwen2 as configured has no routed"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -57,6 +65,15 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert captured.err.startswith("msds: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_balanced_experts_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "deepseek-r1", "--mesh", "a2:32", "--plan", "tp32.ep32", *EVERY, "--json"]
+    assert main([*command, "--num-redundant-experts", "32"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["eplb_step_interval"], report["num_redundant_experts"]) == (100, 32)
+    assert report["memory"]["weights"]["balancing"] > 0
+    assert report["memory"]["weights_total"] == sum(report["memory"]["weights"].values())
 
 
 def test_a_bare_config_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from msds.models.specs.rules import check_plan, is_executed, sharding_rules
 from msds_graphs.errors import GraphError
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan, rank_shards
+from msds_graphs.specs import ArraySpec
 from msds_graphs.trees import Tree, tree_flatten, tree_unflatten
 
 _EXPERTS = re.compile(r"(layers|mtp)\.(\d+)\.mlp\.experts\.\w+")
@@ -80,13 +81,24 @@ def moe_layers(config: ModelConfig) -> list[tuple[str, int]]:
     return main + [("mtp", i) for i in range(config.num_nextn_predict_layers)]
 
 
-def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> tuple[ExpertPlacement, ...]:
+def spread_experts(
+    config: ModelConfig, plan: ShardPlan, num_redundant: int, *, nodes: int = 1
+) -> tuple[ExpertPlacement, ...]:
     """A placement per MoE layer before anything is known of their load, with `num_redundant` slots more than experts.
 
-    GraphError where there are no experts, one rank holds them all, or the slots cannot be dealt to the ranks.
+    nodes: machines that the ranks are on. GraphError as `check_redundant`.
     """
-    layers = moe_layers(config)
-    if not layers:
+    check_redundant(config, plan, num_redundant)
+    assert isinstance(config, DeepseekConfig)
+    experts, (ep_nodes, groups) = config.n_routed_experts, expert_topology(config, plan, nodes)
+    slots = (experts + num_redundant) // plan.ep
+    first = balance_experts([1.0] * experts, plan.ep, slots, nodes=ep_nodes, groups=groups)
+    return (first,) * len(moe_layers(config))
+
+
+def check_redundant(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> None:
+    """GraphError where there are no experts, one rank holds them all, or the slots cannot be dealt to the ranks."""
+    if not moe_layers(config):
         raise GraphError(f"{config.model_type} as configured has no routed experts: there is nothing to balance")
     assert isinstance(config, DeepseekConfig)
     experts, ep = config.n_routed_experts, plan.ep
@@ -105,7 +117,37 @@ def spread_experts(config: ModelConfig, plan: ShardPlan, num_redundant: int) -> 
             f"num_redundant_experts is {num_redundant}: with {experts * (ep - 1)} each of {ep} ranks holds all "
             f"{experts} experts already"
         )
-    return (balance_experts([1.0] * experts, ep, (experts + num_redundant) // ep),) * len(layers)
+
+
+def expert_topology(config: ModelConfig, plan: ShardPlan, nodes: int) -> tuple[int, int]:
+    """(nodes, groups) for `balance_experts`, of a plan on so many machines with as many consecutive ranks each.
+
+    One node where the ranks that hold an expert together are on several; one group where a token may choose of all.
+    """
+    ranks_here, rest = plan.ranks // nodes, plan.stage_ranks // plan.ep
+    is_cut = plan.ranks % nodes or ranks_here % rest or plan.stage_ranks % ranks_here
+    groups = 1
+    if isinstance(config, DeepseekConfig) and config.topk_method != "greedy" and config.topk_group < config.n_group:
+        groups = config.n_group
+    return 1 if is_cut else plan.stage_ranks // ranks_here, groups
+
+
+def with_slots(spec_tree: Tree, num_redundant: int) -> Tree:
+    """The spec tree of weights with so many more expert slots per layer than experts, over all ranks."""
+    leaves, structure = tree_flatten(spec_tree)
+    pairs = zip(structure.paths(), leaves, strict=True)
+    return tree_unflatten(
+        structure,
+        [
+            replace(leaf, shape=(leaf.shape[0] + num_redundant, *leaf.shape[1:])) if _EXPERTS.fullmatch(path) else leaf
+            for path, leaf in pairs
+        ],
+    )
+
+
+def expert_counts_spec(config: ModelConfig) -> ArraySpec:
+    """What a cache holds beside its pages where experts are counted: [MoE layers, experts], those of `mtp` last."""
+    return ArraySpec((len(moe_layers(config)), getattr(config, "n_routed_experts", 0)), "int32")
 
 
 def check_placements(config: ModelConfig, ranks: Ranks, placements: Sequence[ExpertPlacement]) -> None:

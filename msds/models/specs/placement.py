@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +57,11 @@ class ExpertPlacement:
         return len(self.slots[0])
 
     @property
+    def num_replicas(self) -> npt.NDArray[np.int32]:
+        """How many slots each expert has [E]."""
+        return np.bincount(np.concatenate(self.slots), minlength=self.num_experts).astype(np.int32)
+
+    @property
     def max_replicas(self) -> int:
         """R of any placement of these sizes: what tables are made for, so that a swap changes no shape."""
         return min(self.ranks, 1 + self.ranks * self.slots_per_rank - self.num_experts)
@@ -72,17 +76,15 @@ class ExpertPlacement:
         Entries beyond num_replicas repeat the first replica and are not read.
         """
         table = np.zeros((self.num_experts, self.max_replicas), np.int32)
-        counts = np.zeros(self.num_experts, np.int32)
         for expert in range(self.num_experts):
             places = [rank * self.slots_per_rank + slot for rank, slot in self.holders(expert)]
             table[expert] = places[0]
             table[expert, : len(places)] = places
-            counts[expert] = len(places)
-        return {"slot_table": table, "num_replicas": counts}
+        return {"slot_table": table, "num_replicas": self.num_replicas}
 
     def load(self, counts: Sequence[float]) -> npt.NDArray[np.float64]:
         """How much each rank computes [N] if expert e is chosen counts[e] times, dealt evenly to its replicas."""
-        share = np.asarray(counts, np.float64) / self.tables()["num_replicas"]
+        share = np.asarray(counts, np.float64) / self.num_replicas
         return np.array([share[list(row)].sum() for row in self.slots])
 
 
@@ -105,49 +107,28 @@ def balance_experts(
             f"{experts} experts cannot have {ranks} * {slots_per_rank} slots: every expert needs one, and no rank "
             "holds one twice"
         )
-    if ranks % nodes or experts % groups:
-        raise GraphError(f"{nodes} nodes must divide {ranks} ranks, and {groups} groups {experts} experts")
-    if groups % nodes or slots_per_rank > experts // nodes:
+    check_topology(ranks, experts, nodes, groups)
+    if not keeps_groups(experts, slots_per_rank, nodes, groups):
         nodes, groups = 1, 1
-    by_group = load.reshape(groups, -1)
-    homes = _deal(by_group.sum(1), nodes)
+    by_group, members = load.reshape(groups, -1), np.arange(experts).reshape(groups, -1)
     rows: list[tuple[int, ...]] = []
-    for node in range(nodes):
-        members = np.concatenate([np.arange(experts).reshape(groups, -1)[group] for group in homes[node]])
-        rows += _place_node(load, members, ranks // nodes, slots_per_rank)
+    for home in deal(by_group.sum(1), nodes):
+        rows += place_node(load, members[home].ravel().tolist(), ranks // nodes, slots_per_rank)
     return ExpertPlacement(experts, tuple(rows))
 
 
-def rebalance_experts(old: ExpertPlacement, counts: Sequence[float]) -> ExpertPlacement:
-    """`balance_experts` in the slots of `old`, with as few of them changed as is easy to see.
-
-    Which rank gets which experts makes no difference to the load, so each rank gets those that it mostly has, and an
-    expert that stays on a rank stays in its slot. Ranks must be alike: placements with nodes are not made here.
-    """
-    rows = [set(row) for row in balance_experts(counts, old.ranks, old.slots_per_rank).slots]
-    pairs = [(len(row & set(held)), -i, -rank) for i, row in enumerate(rows) for rank, held in enumerate(old.slots)]
-    new: dict[int, tuple[int, ...]] = {}
-    taken = set[int]()
-    for _, i, rank in sorted(pairs, reverse=True):
-        if -rank not in new and i not in taken:
-            taken.add(i)
-            new[-rank] = _settled(rows[-i], old.slots[-rank])
-    return ExpertPlacement(old.num_experts, tuple(new[rank] for rank in range(old.ranks)))
+def check_topology(ranks: int, experts: int, nodes: int, groups: int) -> None:
+    """GraphError unless the nodes have as many ranks each, and the groups as many experts."""
+    if ranks % nodes or experts % groups:
+        raise GraphError(f"{nodes} nodes must divide {ranks} ranks, and {groups} groups {experts} experts")
 
 
-def count_moves(old: ExpertPlacement, new: ExpertPlacement) -> int:
-    """Slots that hold another expert."""
-    pairs = zip(old.slots, new.slots, strict=True)
-    return sum(one != other for held, row in pairs for one, other in zip(held, row, strict=True))
+def keeps_groups(experts: int, slots_per_rank: int, nodes: int, groups: int) -> bool:
+    """Whether each group of experts can have a node of its own, or share it with whole other ones."""
+    return nodes > 1 and groups % nodes == 0 and slots_per_rank <= experts // nodes
 
 
-def _settled(row: set[int], held: tuple[int, ...]) -> tuple[int, ...]:
-    """The experts of a row, those that are held where they are."""
-    coming = iter(sorted(row - set(held)))
-    return tuple(expert if expert in row else next(coming) for expert in held)
-
-
-def _deal(load: npt.NDArray[np.float64], bins: int) -> list[list[int]]:
+def deal(load: npt.NDArray[np.float64], bins: int) -> list[list[int]]:
     """As many items for each bin, the heaviest first to the lightest bin that has room."""
     room, total = len(load) // bins, np.zeros(bins)
     result: list[list[int]] = [[] for _ in range(bins)]
@@ -158,11 +139,9 @@ def _deal(load: npt.NDArray[np.float64], bins: int) -> list[list[int]]:
     return result
 
 
-def _place_node(
-    load: npt.NDArray[np.float64], experts: npt.NDArray[Any], ranks: int, slots: int
-) -> list[tuple[int, ...]]:
-    """The slots of a node's ranks for its experts."""
-    replicas = {int(expert): 1 for expert in experts}
+def place_node(load: npt.NDArray[np.float64], experts: Sequence[int], ranks: int, slots: int) -> list[tuple[int, ...]]:
+    """The slots of a node's ranks for its experts, of which there are at least as many as slots per rank."""
+    replicas = dict.fromkeys(experts, 1)
     for _ in range(ranks * slots - len(replicas)):
         hottest = max((e for e in replicas if replicas[e] < ranks), key=lambda e: (load[e] / replicas[e], -e))
         replicas[hottest] += 1

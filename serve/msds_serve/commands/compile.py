@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from msds_serve.commands import add_command, given
+from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 
 
 def add(commands: Any) -> None:
@@ -24,6 +25,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--mtp", metavar="K", type=int, help="draft tokens; default 1 where the model has an MTP layer"
     )
+    add_balance(command)
     command.add_argument(
         "--steps", metavar="A,B", type=_names, help="prefill, prefill with all logits, decode, draft; default all used"
     )
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
         "ranks",
         "cache",
         "layouts",
+        *BALANCE_OPTIONS,
     )
     say = None if options.json else (lambda line: print(line, file=sys.stderr))
     try:

@@ -50,7 +50,7 @@ def add_balance(command: argparse.ArgumentParser) -> None:
 def check_balance(plan: str, options: argparse.Namespace) -> None:
     """OptionError where the options of balancing, or they with the plan and the model, cannot be."""
     from msds.config import read_config
-    from msds.models.specs.parts import spread_experts
+    from msds.models.specs.parts import check_redundant
     from msds.options import EngineOptions
     from msds_graphs.errors import GraphError
     from msds_graphs.sharding import ShardPlan
@@ -58,7 +58,7 @@ def check_balance(plan: str, options: argparse.Namespace) -> None:
     checked = EngineOptions(**given(options, BALANCE_OPTIONS))
     if checked.eplb_step_interval:
         try:
-            spread_experts(read_config(options.model), ShardPlan.parse(plan), checked.num_redundant_experts)
+            check_redundant(read_config(options.model), ShardPlan.parse(plan), checked.num_redundant_experts)
         except GraphError as error:
             raise OptionError(str(error)) from None
 

@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from msds_serve.commands import add_command, model_folder
+from msds_serve.commands import add_command, given, model_folder
+from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 
 
 def add(commands: Any) -> None:
@@ -20,8 +21,11 @@ def add(commands: Any) -> None:
     command.add_argument("--dtype", help="bf16 (default on NPUs), fp16 or fp32 (default on a CPU)")
     command.add_argument("--quant", default="none", help="none (default), w8a8 or w8a16")
     command.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
-    command.add_argument("--concurrency", metavar="N", type=int, help="texts of full length that must fit together")
+    command.add_argument(
+        "--concurrency", metavar="N", type=int, help="texts of full length that must fit, decoded together; default 8"
+    )
     command.add_argument("--mtp", metavar="K", type=int, default=0, help="draft tokens per step; default 0")
+    add_balance(command)
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -31,9 +35,9 @@ def run(options: argparse.Namespace) -> int:
     from msds.planning import make_demand, make_plan
     from msds_graphs.errors import GraphError
 
-    names = ("dtype", "quant", "max_model_len", "concurrency", "mtp")
+    names = ("dtype", "quant", "max_model_len", "concurrency", "mtp", *BALANCE_OPTIONS)
     try:
-        demand = make_demand(options.model, options.mesh, **{name: getattr(options, name) for name in names})
+        demand = make_demand(options.model, options.mesh, **given(options, names))
         report = make_plan(demand, options.plan)
     except GraphError as error:
         raise OptionError(str(error)) from None
