@@ -18,13 +18,14 @@ from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
-from msds.model import Model, check_token_ids, load
+from msds.model import Model, load
 from msds.models.specs import model_specs, tree_bytes
 from msds.models.specs.parts import expert_counts_spec, expert_topology, rank_bytes, spread_experts
 from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions, free_memory_bytes
 from msds.sampling import SamplingParams
 from msds.text.reasoning import Start
+from msds.text.token_ids import check_token_ids
 from msds.weights import held_spec, without_mtp
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
@@ -169,8 +170,11 @@ class LLM:
         params: Sequence[SamplingParams],
         on_text: TextListener | None,
     ) -> list[Output]:
-        if self.engine.has_work:
-            raise OptionError("this LLM is generating already: one call at a time; AsyncEngine serves several")
+        if self.engine.has_work or self.engine.is_driven:
+            raise OptionError(
+                "this LLM is generating already, or an AsyncEngine has it: one call at a time; AsyncEngine.generate "
+                "serves several"
+            )
         for ids, _ in prompts:
             check_token_ids(ids, self.model.config.vocab_size)
         # all of them before anything runs; the references keep them ready

@@ -28,6 +28,7 @@ from msds.models.specs.parts import (
 from msds.models.specs.placement import ExpertPlacement
 from msds.options import EngineOptions
 from msds.text.chat_format import ChatFormat
+from msds.text.token_ids import check_token_ids
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import (
     check_shard_cache,
@@ -329,13 +330,3 @@ def checked_plan(plan: Plan) -> Plan:
         if implementation not in IMPLEMENTATIONS[op]:
             raise OptionError(f"op {op} has no {implementation!r} implementation: use {', '.join(IMPLEMENTATIONS[op])}")
     return plan
-
-
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
-    """The ids as an array [T] if there is at least one and the model has them all; PromptError otherwise."""
-    if not hasattr(token_ids, "__len__") or isinstance(token_ids, (str, bytes)) or len(token_ids) == 0:
-        raise PromptError("the prompt has no token ids: it needs at least one")
-    for index, token in enumerate(token_ids):
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-            raise PromptError(f"token id {token!r} at position {index} is not a whole number in [0, {vocab_size})")
-    return np.asarray(token_ids, np.int64)

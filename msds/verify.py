@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from msds.engine.batch import BATCH_SPEC, Batch, Row, build_batch
 from msds.errors import OptionError
-from msds.model import Model, check_token_ids
+from msds.model import Model
 from msds.reference import transformers_logits
+from msds.text.token_ids import check_token_ids
 from msds_graphs.specs import ArraySpec
 
 Floats = npt.NDArray[np.float32]

@@ -23,6 +23,9 @@ ANSWER = "answer"
 Parts = dict[str, dict[str, Any]]
 """Name of a part -> {"lark_grammar": text} or {"json_schema": schema}."""
 
+MAX_SCHEMA = 2**18
+"""Characters of a schema: a larger one takes seconds to compile."""
+
 MAX_LINES = 1000
 """Of a grammar: llguidance follows a chain of rules by recursion, on a stack of `grammars.STACK_BYTES`."""
 
@@ -30,8 +33,8 @@ MAX_LINES = 1000
 _UNSUPPORTED = re.compile(r"\b(stop|max_tokens|temperature)\s*=")
 _STRING = re.compile(r'"(?:\\.|[^"\\])*"')
 
-# at any one place of a JSON text; bounded, so that a model that loops in whitespace gets on
-_WHITESPACE = r"[ \t\r\n]{1,64}"
+# at any one place of a JSON text: a blank, or a line break and an indentation. A model that loops in whitespace gets on
+_WHITESPACE = r" |\r?\n[ \t]{0,40}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class JsonSchema(Constraint):
             raise ConstraintError("the schema is nested too deeply") from None
         except (TypeError, ValueError) as error:
             raise ConstraintError(f"the schema is not JSON: {error}") from None
+        if len(text) > MAX_SCHEMA:
+            raise ConstraintError(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA}")
         object.__setattr__(self, "text", text)
 
     @property

@@ -28,12 +28,15 @@ from msds.text.reasoning import END_THINK, SPACE, THINK, Start
 from msds.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_KEPT = 64
 """Compiled grammars that are kept when nobody uses them."""
+
+MAX_ALTERNATIVES = 20_000
+"""Ways in which a text may go on at one place: an object of N optional properties has four times as many."""
 
 STACK_BYTES = 64 * 2**20
 """Of the thread that compiles. llguidance recurses along chains of rules and references, and on the 8 MiB that threads
@@ -142,7 +145,7 @@ class TokenTable:
         """A matcher at the beginning of a grammar that `fault_of` found no fault in."""
         from llguidance import LLMatcher
 
-        return LLMatcher(self._lltokenizer, source, log_level=0)
+        return LLMatcher(self._lltokenizer, source, log_level=0, limits=_limits())
 
     def allowed_by(self, matcher: LLMatcher) -> Bools:
         """Which ids [T] may come next. ConstraintError: the grammar exceeds a limit, or took a token it forbids."""
@@ -158,7 +161,7 @@ class TokenTable:
         """What is wrong with a grammar, or None. What llguidance warns of it would not keep, so that is a fault too."""
         from llguidance import LLMatcher
 
-        faults = LLMatcher.validate_grammar_with_warnings(source, self._lltokenizer)[1]
+        faults = LLMatcher.validate_grammar_with_warnings(source, self._lltokenizer, limits=_limits())[1]
         return _short(faults[0]) if faults else None
 
     def fault_of_schema(self, schema: Any) -> str | None:
@@ -222,6 +225,14 @@ class _Listing:
 
 
 _SPACE = SPACE.encode()
+
+
+@functools.cache
+def _limits() -> LLParserLimits:
+    """llguidance's own limits end an answer under way at an object of some 500 optional properties."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_items_in_row=MAX_ALTERNATIVES, step_max_items=10 * MAX_ALTERNATIVES)
 
 
 def _short(message: str) -> str:

@@ -13,6 +13,9 @@ SchemaCheck = Callable[[Any], "str | None"]
 MAX_DEPTH = 128
 """Levels of schemas inside schemas; more is refused, because it is read by recursion."""
 
+MAX_SCHEMAS = 2048
+"""Schemas inside a schema, properties for the most part: compiling takes a second or two with so many."""
+
 MAX_REFERENCES = 1000
 """Of `$ref` in one schema: llguidance follows a chain of them by recursion, on a stack of `grammars.STACK_BYTES`."""
 
@@ -51,12 +54,16 @@ def check_schema(schema: Any, accepts: SchemaCheck) -> None:
 
 def _check_own(schema: Any) -> None:
     open_schemas = [("#", schema, 0)]
-    num_references = num_patterns = 0
+    num_references = num_patterns = num_schemas = 0
     while open_schemas:
         path, value, depth = open_schemas.pop()
         if depth > MAX_DEPTH:
             raise ConstraintError(f"the schema is nested more than {MAX_DEPTH} levels deep")
-        open_schemas += [(f"{path}/{step}", child, depth + 1) for step, child in _children(value)]
+        children = [(f"{path}/{step}", child, depth + 1) for step, child in _children(value)]
+        open_schemas += children
+        num_schemas += len(children)
+        if num_schemas > MAX_SCHEMAS:
+            raise ConstraintError(f"the schema is too large: more than {MAX_SCHEMAS} properties and other schemas")
         if not isinstance(value, dict):
             continue
         num_references += "$ref" in value

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 from msds.engine.engine import Engine
 from msds.engine.schedule_types import SchedulerStats
 from msds.engine.sequence import Delta, GenerationSequence, RequestInfo
+from msds.errors import OptionError
 from msds.sampling import SamplingParams
 
 logger = logging.getLogger("msds")
@@ -49,7 +50,10 @@ class AsyncEngine:
         self._outbox: list[tuple[asyncio.AbstractEventLoop, Updates, Update]] = []
 
     def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread; OptionError where another one drives the engine."""
+        if self.engine.is_driven or self.engine.has_work:
+            raise OptionError("the engine is driven by another AsyncEngine or generates: stop that first")
+        self.engine.is_driven = True
         self._last_turn = time.monotonic()
         self._thread.start()
 
@@ -188,6 +192,8 @@ class AsyncEngine:
             logger.exception("the engine's thread died")
             self._failure = error
             self._end(EngineStoppedError(f"the engine failed: {error}"))
+        finally:
+            self.engine.is_driven = False
 
     def _carry_out(self, *, block: bool) -> None:
         """All commands that are waiting; with `block` wait for one, up to half a second."""

@@ -25,6 +25,7 @@ from msds.engine.sequence import Delta, GenerationSequence, Listener, RequestInf
 from msds.engine.speculation import Speculation, SpeculationStats
 from msds.errors import ContextLengthError, SamplingError
 from msds.sampling import SamplingParams
+from msds.text.token_ids import check_token_ids
 
 if TYPE_CHECKING:
     from msds.constraints.grammars import CompiledGrammar
@@ -71,6 +72,8 @@ class Engine:
         self.runner = runner
         self.max_model_len = max_model_len
         self.num_failed_steps = 0
+        self.is_driven = False
+        """Whether a thread of an AsyncEngine makes the steps; nobody else may then."""
         pools = [BlockPool(runner.num_blocks, runner.block_size) for _ in range(runner.num_replicas)]
         self._scheduler: Scheduler[GenerationSequence] = Scheduler(pools, policy)
         self._sequences: dict[int, GenerationSequence] = {}
@@ -117,12 +120,13 @@ class Engine:
     ) -> list[GenerationSequence]:
         """Queue the `n` answers of one prompt, all or none.
 
-        `listener` hears of every token. ContextLengthError, SamplingError or OptionError, with the numbers, for what
-        can never run, QueueFullError for what cannot be queued now.
+        `listener` hears of every token. ContextLengthError, PromptError, SamplingError or OptionError, with the
+        numbers, for what can never run, QueueFullError for what cannot be queued now.
         """
         info = info or RequestInfo()
         self._check_sampling(params)
         max_tokens = self._check_length(prompt_ids, params, info)
+        check_token_ids(prompt_ids, self.runner.model.config.vocab_size)  # or the step would fail, for others too
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little")
         sequences = [self._sequence(prompt_ids, params, info, seed, i, max_tokens) for i in range(params.n)]
         self._scheduler.add(sequences)

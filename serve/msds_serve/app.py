@@ -7,6 +7,7 @@ import contextlib
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -26,10 +27,11 @@ from msds_serve.chat import ChatRun
 from msds_serve.completions import CompletionRun
 from msds_serve.protocol.errors import (
     ApiError,
+    bad_request,
+    clip,
     from_exception,
     method_not_allowed,
     route_not_found,
-    too_large,
     unauthorized,
     unavailable,
 )
@@ -38,10 +40,12 @@ from msds_serve.protocol.requests import parse_body, parse_chat, parse_completio
 from msds_serve.protocol.responses import Head, detokenized, model_list, model_object, response_id, tokenized
 from msds_serve.protocol.streaming import DONE, MEDIA_TYPE, Chunk, error_event, event
 from msds_serve.request_log import Record, RequestLog
-from msds_serve.service import Service
+from msds_serve.service import Service, characters
 
 access_log = logging.getLogger("msds.access")
 logger = logging.getLogger("msds")
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -55,6 +59,9 @@ GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 def create_app(service: Service, request_log: RequestLog | None = None) -> Starlette:
     """The application, to run or to mount in another one; its lifespan starts and stops the service.
+
+    Starlette does not run the lifespan of what is mounted: an application that mounts this one enters
+    `app.router.lifespan_context(app)` in its own lifespan, `app` being what this returns.
 
     request_log: where every request that generates is written, with its answer; closed with the application.
     """
@@ -82,7 +89,7 @@ def create_app(service: Service, request_log: RequestLog | None = None) -> Starl
         ("GET", "/openapi.json", routes.openapi),
     ]
     return Starlette(
-        routes=[Route(path, routes.guarded(handler), methods=[method]) for method, path, handler in table],
+        routes=[Route(path, routes.guarded(handler, path), methods=[method]) for method, path, handler in table],
         exception_handlers={HTTPException: routes.http_error},
         middleware=_cross_origin(service.options.cors_origins),
         lifespan=lifespan,
@@ -94,16 +101,20 @@ class _Routes:
         self._service = service
         self._request_log = request_log
 
-    def guarded(self, handler: Handler, *, needs_key: bool = True) -> Handler:
-        """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line."""
+    def guarded(self, handler: Handler, path: str | None) -> Handler:
+        """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line.
+
+        path: of the route, wherever the application is mounted; None where there is no route.
+        """
 
         async def guard(request: Request) -> Response:
             start = time.perf_counter()
             request.state.id = uuid.uuid4().hex
-            request.state.record = record = self._record(request)
+            request.state.record = record = self._record(request, path)
             try:
-                if needs_key:
+                if path is not None and path not in OPEN_PATHS:
                     self._check_key(request)
+                request.state.id = _chosen_id(request) or request.state.id
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it; the log shows it
@@ -115,6 +126,8 @@ class _Routes:
             if record is not None and not isinstance(response, _EventStream):
                 record.finish(response.status_code)
             response.headers["x-request-id"] = request.state.id
+            # whoever tries paths must not fill the metrics with them
+            self._service.metrics.requests.labels(endpoint=path or "none", status=str(response.status_code)).inc()
             self._log(request, response.status_code, time.perf_counter() - start)
             return response
 
@@ -130,17 +143,19 @@ class _Routes:
         async def refuse(_: Request) -> Response:
             raise failure
 
-        return await self.guarded(refuse, needs_key=False)(request)
+        return await self.guarded(refuse, None)(request)
 
     async def chat(self, request: Request) -> Response:
         """Chat completions."""
-        parsed = parse_chat(await self._question(request), generation=self._service.llm.model.generation)
+        generation, limits = self._service.llm.model.generation, self._service.limits
+        parsed = parse_chat(await self._question(request), generation=generation, limits=limits)
         run = ChatRun(self._service, parsed, self._head("chat", request, parsed.model))
         return await self._run(request, run, streams=parsed.stream is not None)
 
     async def completions(self, request: Request) -> Response:
         """Text completions."""
-        parsed = parse_completion(await self._question(request), generation=self._service.llm.model.generation)
+        generation, limits = self._service.llm.model.generation, self._service.limits
+        parsed = parse_completion(await self._question(request), generation=generation, limits=limits)
         run = CompletionRun(self._service, parsed, self._head("completion", request, parsed.model))
         return await self._run(request, run, streams=parsed.stream is not None)
 
@@ -163,6 +178,7 @@ class _Routes:
         tokenizer = self._service.tokenizer
         if parsed.messages is not None:
             messages = parsed.messages
+            self._service.check_length(characters(messages), "messages")
             ids = await asyncio.to_thread(
                 lambda: self._service.chat.encode(
                     messages,
@@ -173,17 +189,20 @@ class _Routes:
             )
         else:
             text = parsed.prompt or ""
+            self._service.check_length(len(text), "prompt")
             ids = await asyncio.to_thread(lambda: tokenizer.encode(text, bos=parsed.add_special_tokens))
         token_bytes = tokenizer.token_bytes if parsed.return_token_strs else None
         return JSONResponse(tokenized(ids, max_model_len=self._service.llm.max_model_len, token_bytes=token_bytes))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        parsed = parse_detokenize(await self._body(request))
+        parsed = parse_detokenize(await self._body(request), limits=self._service.limits)
         self._service.check_model(parsed.model)
         self._service.check_ids(parsed.tokens, "tokens")
-        decode = self._service.tokenizer.decode
-        return JSONResponse(detokenized(decode(parsed.tokens, skip_special_tokens=parsed.skip_special_tokens)))
+        decode, skip = self._service.tokenizer.decode, parsed.skip_special_tokens
+        return JSONResponse(
+            detokenized(await asyncio.to_thread(lambda: decode(parsed.tokens, skip_special_tokens=skip)))
+        )
 
     async def health(self, request: Request) -> Response:
         """The process answers."""
@@ -207,7 +226,8 @@ class _Routes:
     async def openapi(self, request: Request) -> Response:
         """The description of this service."""
         names, keys = self._service.options.model_names, bool(self._service.options.api_keys)
-        return JSONResponse(openapi(version=__version__, models=names, keys=keys))
+        limits = self._service.limits
+        return JSONResponse(openapi(version=__version__, models=names, limits=limits, keys=keys))
 
     async def _run(self, request: Request, run: ChatRun | CompletionRun, *, streams: bool) -> Response:
         reason = self._service.unready_reason
@@ -240,11 +260,11 @@ class _Routes:
             yield error_event(failure)
         yield DONE
 
-    def _record(self, request: Request) -> Record | None:
+    def _record(self, request: Request, path: str | None) -> Record | None:
         """The line of this request in the request log, where there is one and the request generates."""
-        if self._request_log is None or request.url.path not in GENERATING_PATHS:
+        if self._request_log is None or path not in GENERATING_PATHS:
             return None
-        return Record(self._request_log, id=request.state.id, path=request.url.path)
+        return Record(self._request_log, id=request.state.id, path=path)
 
     async def _question(self, request: Request) -> dict[str, Any]:
         """The body of a request that generates."""
@@ -254,16 +274,7 @@ class _Routes:
         return body
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        limit = self._service.options.max_body_bytes
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
-            raise too_large(limit)
-        received = bytearray()
-        async for part in request.stream():
-            received += part
-            if len(received) > limit:
-                raise too_large(limit)
-        return parse_body(bytes(received))
+        return parse_body(await self._service.bodies.receive(request))
 
     def _head(self, endpoint: str, request: Request, model: str) -> Head:
         id_ = response_id(endpoint, request.state.id)
@@ -271,11 +282,11 @@ class _Routes:
 
     def _check_key(self, request: Request) -> None:
         keys = self._service.options.api_keys
-        if not keys or request.url.path in OPEN_PATHS:
+        if not keys:
             return
         scheme, _, sent = request.headers.get("authorization", "").partition(" ")
         # every key is compared, in constant time, so that timing tells nothing
-        matches = [hmac.compare_digest(sent.encode(), key.encode()) for key in keys]
+        matches = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise unauthorized()
 
@@ -288,9 +299,6 @@ class _Routes:
         return failure
 
     def _log(self, request: Request, status: int, seconds: float) -> None:
-        route = request.scope.get("route")
-        endpoint = route.path if isinstance(route, Route) else "none"  # whoever tries paths must not fill the metrics
-        self._service.metrics.requests.labels(endpoint=endpoint, status=str(status)).inc()
         line = {
             "id": request.state.id,
             "method": request.method,
@@ -318,6 +326,14 @@ class _EventStream(StreamingResponse):
             if self._record is not None:
                 self._record.finish(self.status_code, usage=self._run.usage)
             await self._run.close()
+
+
+def _chosen_id(request: Request) -> str | None:
+    """The id that the client wants its request to have; ApiError 400 for one that logs could not show as it is."""
+    chosen = request.headers.get("x-request-id")
+    if chosen is not None and not _ID.fullmatch(chosen):
+        raise bad_request(f"the header X-Request-Id is {clip(chosen)}; it must be 1 to 128 letters, digits, . _ and -")
+    return chosen
 
 
 def _cross_origin(origins: Sequence[str]) -> list[Middleware]:

@@ -32,6 +32,7 @@ class ChatRun:
         """Check what the protocol cannot, render, and queue; everything that can be refused is refused here."""
         request = self._request
         self._service.check_model(request.model)
+        self._service.check_count(request.params.n, "n")
         self._prompt: ChatPrompt = await self._service.chat_prompt(request)
         self._answers = AnswerOptions(
             token_bytes=self._service.tokenizer.token_bytes,
@@ -43,14 +44,7 @@ class ChatRun:
         )
         info = self._service.info(priority=request.priority, start=self._prompt.start)
         params = replace(request.params, constraint=self._prompt.constraint)
-        self._updates = self._service.generate(
-            self._prompt.token_ids,
-            params,
-            info,
-            prompt_field="messages",
-            limit_field=request.limit_field,
-            constraint_field=request.constraint_field,
-        )
+        self._updates = self._service.generate(self._prompt.token_ids, params, info, request.places)
         self._clock = TokenClock(self._service.metrics, len(self._prompt.token_ids))
         self._first = await anext(self._updates)
         return self
@@ -104,13 +98,13 @@ class ChatRun:
             self._request.stream,
             num_choices=self._request.params.n,
             prompt_tokens=len(self._prompt.token_ids),
-            cached_tokens=self._first[0].num_cached_tokens,
         )
         finished: set[int] = set()
         async for sequence, delta in self._all():
             choice = sequence.choice_index
             if choice in finished:
                 continue
+            stream.saw_cached(0, sequence.num_cached_tokens)
             for chunk in stream.push(choice, delta.text, delta.token_ids, delta.token_logprobs):
                 yield chunk
             if delta.finish_reason is not None or stream.readers[choice].is_done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from msds.engine.async_engine import Update
@@ -37,21 +38,16 @@ class CompletionRun:
         """Encode and queue; everything that can be refused is refused here."""
         request = self._request
         self._service.check_model(request.model)
-        self._service.check_count(self._num_choices, "prompt")
+        self._service.check_count(self._num_choices, "prompt" if len(request.prompts) > 1 else "n")
+        grammar = await self._service.hold(request.params, request.places)
         self._prompts = await asyncio.to_thread(
             lambda: [self._encode(*prompt) for prompt in enumerate(request.prompts)]
         )
         self._sources = []
         for index, ids in enumerate(self._prompts):
             info = self._service.info(prompt_index=index, priority=request.priority)
-            source = self._service.generate(
-                ids,
-                request.params,
-                info,
-                prompt_field="prompt",
-                limit_field="max_tokens",
-                constraint_field=request.constraint_field,
-            )
+            places = replace(request.places, prompt=self._field(index))
+            source = self._service.generate(ids, request.params, info, places)
             self._sources.append(source)
             self._clocks[index] = TokenClock(self._service.metrics, len(ids))
         self._updates: asyncio.Queue[Update | BaseException | None] = asyncio.Queue()
@@ -61,6 +57,7 @@ class CompletionRun:
         except BaseException:
             await self.close()
             raise
+        del grammar  # every prompt has it by now, or has waited for it
         return self
 
     async def answer(self) -> dict[str, object]:
@@ -96,7 +93,10 @@ class CompletionRun:
             choices.append(choice_body)
         prompt_tokens = sum(len(ids) for ids in self._prompts)
         completion_tokens = sum(sequence.num_output for sequence in finished.values())
-        cached = {sequence.info.prompt_index: sequence.num_cached_tokens for sequence in finished.values()}
+        cached: dict[int, int] = {}
+        for sequence in finished.values():
+            index = sequence.info.prompt_index
+            cached[index] = max(sequence.num_cached_tokens, cached.get(index, 0))
         counts = usage(prompt_tokens, completion_tokens, cached_tokens=sum(cached.values()))
         return completion(self._head, choices, counts)
 
@@ -114,6 +114,7 @@ class CompletionRun:
         begun: set[int] = set()
         async for sequence, delta in self._all():
             choice = self._choice(sequence)
+            stream.saw_cached(sequence.info.prompt_index, sequence.num_cached_tokens)
             if choice not in begun:
                 begun.add(choice)
                 if request.echo:
@@ -135,7 +136,7 @@ class CompletionRun:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _encode(self, index: int, prompt: str | tuple[int, ...]) -> list[int]:
-        field = "prompt" if len(self._request.prompts) == 1 else f"prompt[{index}]"
+        field = self._field(index)
         if isinstance(prompt, str):
             self._service.check_length(len(prompt), field)
             ids = self._service.tokenizer.encode(prompt, bos=self._request.add_special_tokens)
@@ -144,6 +145,10 @@ class CompletionRun:
             return ids
         self._service.check_ids(prompt, field)
         return list(prompt)
+
+    def _field(self, index: int) -> str:
+        """Where a prompt stands in the request."""
+        return "prompt" if len(self._request.prompts) == 1 else f"prompt[{index}]"
 
     def _prompt_text(self, ids: list[int]) -> str:
         skip = self._request.params.skip_special_tokens

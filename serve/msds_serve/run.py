@@ -83,6 +83,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's, called on SIGTERM and SIGINT: no new connections, and an end to those that are there."""
+        self._service.bodies.end()
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)

@@ -23,9 +23,11 @@ from msds.text.chat_format import ChatFormat
 from msds.text.reasoning import Start
 from msds.text.tokenizer import Tokenizer
 from msds.text.tools import Layout
+from msds_serve.bodies import Bodies
 from msds_serve.metrics import Metrics
 from msds_serve.protocol.errors import (
     ApiError,
+    Places,
     bad_request,
     context_length_exceeded,
     model_not_found,
@@ -34,6 +36,7 @@ from msds_serve.protocol.errors import (
     timed_out,
     unavailable,
 )
+from msds_serve.protocol.fields import Limits
 from msds_serve.protocol.requests import ChatRequest
 from msds_serve.protocol.responses import system_fingerprint
 from msds_serve.protocol.tools import call_constraint
@@ -111,6 +114,8 @@ class Service:
         self.created = int(time.time())
         self.is_draining = False
         self.is_warm = False
+        self.bodies = Bodies(options.max_body_bytes)
+        self.limits = Limits(max_prompt_ids=4 * max(llm.max_model_len, 1024))
         self._chat = self._open_chat()
 
     @property
@@ -210,28 +215,22 @@ class Service:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         info: RequestInfo,
-        *,
-        prompt_field: str,
-        limit_field: str,
-        constraint_field: str | None,
+        places: Places,
     ) -> AsyncGenerator[Update, None]:
         """The deltas of one prompt's answers. ApiError for what the engine refuses, and for answers that break.
 
-        prompt_field, limit_field, constraint_field: the request's fields that the prompt, the limit of new tokens and
-        the constraint come from.
+        places: the request's fields that all this comes from.
         """
         updates = self.engine.generate(prompt_ids, params, info)
         try:
             async for sequence, delta in updates:
                 if delta.finish_reason == "error":
-                    raise self._failure(sequence)
+                    raise self._failure(sequence, places)
                 yield sequence, delta
         except ConstraintError as error:
-            if str(error).startswith("tools["):
-                raise bad_request(str(error), param="tools") from None
-            raise bad_request(f"{constraint_field}: {error}", param=constraint_field) from None
+            raise _unkept(str(error), places) from None
         except ContextLengthError as error:
-            raise context_length_exceeded(error, prompt_field, limit_field) from None
+            raise context_length_exceeded(error, places) from None
         except QueueFullError as error:
             raise overloaded(
                 waiting=error.num_waiting,
@@ -252,9 +251,18 @@ class Service:
         deadline = None if timeout is None else time.monotonic() + timeout
         return RequestInfo(prompt_index=prompt_index, priority=priority, deadline=deadline, start=start)
 
-    def _failure(self, sequence: GenerationSequence) -> ApiError:
+    async def hold(self, params: SamplingParams, places: Places) -> object:
+        """The compiled constraint of a request; as long as it is held, its prompts need not compile it themselves."""
+        try:
+            return params.constraint and await asyncio.to_thread(self.engine.engine.compile, params.constraint)
+        except ConstraintError as error:
+            raise _unkept(str(error), places) from None
+
+    def _failure(self, sequence: GenerationSequence, places: Places) -> ApiError:
         if sequence.error == EXPIRED and self.options.request_timeout is not None:
             return timed_out(self.options.request_timeout)
+        if sequence.error is not None and sequence.error.startswith("the constraint "):
+            return _unkept(sequence.error, places)
         return server_error(sequence.error or "the answer broke off")
 
     def _open_chat(self) -> ChatFormat | None:
@@ -264,7 +272,7 @@ class Service:
             return None  # a base model, or none with a tokenizer: completions only
 
     def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
-        self.check_length(_characters(request.messages), "messages")
+        self.check_length(characters(request.messages), "messages")
         tools = request.tools if request.tool_choice.kind != "none" else ()
         ids = self.chat.encode(
             request.messages,
@@ -280,12 +288,19 @@ class Service:
         return ChatPrompt(ids, start, layout, constraint)
 
 
-def _characters(value: object) -> int:
+def _unkept(reason: str, places: Places) -> ApiError:
+    """400 for a constraint that cannot be kept."""
+    if reason.startswith("tools["):
+        return bad_request(reason, param="tools")
+    return bad_request(f"{places.constraint or 'tools'}: {reason}", param=places.constraint or "tools")
+
+
+def characters(value: object) -> int:
     """Of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(_characters(part) for part in value.values())
+        return sum(characters(part) for part in value.values())
     if isinstance(value, Sequence):
-        return sum(_characters(part) for part in value)
+        return sum(characters(part) for part in value)
     return 0

@@ -140,9 +140,32 @@ def test_names_may_be_in_any_script() -> None:
 
 
 def test_whitespace_is_bounded() -> None:
-    """64 characters at one place, so that a model that loops in whitespace gets on."""
-    state = feed(byte_level(), started(byte_level(), JsonObject()), "{" + "\n" * 64)
-    assert allowed(byte_level(), state) == {b'"', b"}"}
+    """A blank, or a line break and an indentation, so that a model that loops in whitespace gets on."""
+    text = json.dumps({"a": [1, {"b": None}]}, indent=8)
+    for whitespace in (" ", "\n", "\r\n", "\n" + "\t" * 40, "\n" + " " * 40):
+        state = started(byte_level(), JsonObject())
+        feed(byte_level(), state, "{" + whitespace + '"')
+    state = started(byte_level(), JsonObject())
+    feed(byte_level(), state, text)
+    assert state.may_end
+    for looping in ("{  ", "{\n\n", "{\n" + " " * 41):
+        state = started(byte_level(), JsonObject())
+        feed(byte_level(), state, looping[:-1])
+        assert looping[-1].encode() not in allowed(byte_level(), state)
+
+
+def test_large_schemas() -> None:
+    """Many optional properties are kept to the end; schemas that would take long to compile are refused first."""
+    names = [f"property {number}" for number in range(2000)]
+    state = started(
+        byte_level(), JsonSchema({"type": "object", "properties": {key: {"type": "string"} for key in names}})
+    )
+    feed(byte_level(), state, json.dumps({names[7]: "x", names[1999]: "y"}))
+    assert state.may_end
+    with pytest.raises(ConstraintError, match="more than 2048 properties"):
+        started(byte_level(), JsonSchema({"type": "object", "properties": {key: {} for key in map(str, range(2049))}}))
+    with pytest.raises(ConstraintError, match="characters; the limit is 262144"):
+        JsonSchema({"enum": list(range(100_000))})
 
 
 @pytest.mark.parametrize(

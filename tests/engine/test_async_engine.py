@@ -12,7 +12,7 @@ import pytest
 
 import msds
 from msds.engine.async_engine import AsyncEngine, EngineStoppedError
-from msds.errors import CheckpointError, PromptError
+from msds.errors import CheckpointError, OptionError, PromptError
 from msds_graphs import count_compiles, tree_map
 
 Tiny = Callable[..., Path]
@@ -237,3 +237,25 @@ def test_a_stopped_engine_tells_those_who_wait(llm: msds.LLM) -> None:
             await collect(engine, [2, 3])
 
     asyncio.run(main())
+
+
+def test_a_bad_prompt_fails_alone(llm: msds.LLM) -> None:
+    async def work(engine: AsyncEngine) -> list[Any]:
+        prompts = [[2, 7], [2, 8], [0, 99_999], [0, -1], [], [2, 9]]
+        return list(await asyncio.gather(*(collect(engine, ids) for ids in prompts), return_exceptions=True))
+
+    answers = with_engine(llm, work)
+    assert [len(answer) for answer in (answers[0], answers[1], answers[5])] == [8, 8, 8]
+    assert all(isinstance(answer, PromptError) for answer in answers[2:5])
+
+
+def test_an_engine_has_one_driver(llm: msds.LLM) -> None:
+    async def work(engine: AsyncEngine) -> list[int]:
+        with pytest.raises(OptionError, match="an AsyncEngine has it"):
+            llm.generate([[2, 7]], GREEDY)
+        with pytest.raises(OptionError, match="driven by another AsyncEngine"):
+            AsyncEngine(llm.engine).start()
+        return await collect(engine, [2, 7])
+
+    assert len(with_engine(llm, work)) == 8
+    assert llm.generate([[2, 7]], GREEDY)[0].token_ids  # free again

@@ -71,7 +71,9 @@ def whole_chat(answers, texts, reason="stop", *, one_push=False):
 
 def stream_chat(answers, texts, reason="stop", *, stream=NO_USAGE):
     """All chunks, with the choices interleaved."""
-    chat = ChatStream(HEAD, answers, stream, num_choices=len(texts), prompt_tokens=7, cached_tokens=4)
+    chat = ChatStream(HEAD, answers, stream, num_choices=len(texts), prompt_tokens=7)
+    for tokens in (4, 2):
+        chat.saw_cached(0, tokens)
     chunks = []
     for round_ in itertools.zip_longest(*map(pieces_of, texts)):
         for choice, piece in enumerate(round_):

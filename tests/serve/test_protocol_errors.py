@@ -7,11 +7,11 @@ import pytest
 from msds.errors import CheckpointError, ContextLengthError, PromptError, SamplingError
 from msds.sampling import SamplingParams
 from msds_serve.protocol import errors
-from msds_serve.protocol.errors import ApiError, clip, from_exception
+from msds_serve.protocol.errors import ApiError, Places, clip, from_exception
 
 TOO_LONG = ContextLengthError(prompt_index=0, prompt_tokens=5000, max_tokens=None, max_model_len=4096)
 TOO_MANY = ContextLengthError(prompt_index=0, prompt_tokens=4000, max_tokens=200, max_model_len=4096)
-TOO_LONG_SEEN = errors.context_length_exceeded(TOO_LONG, "messages", "max_tokens")
+TOO_LONG_SEEN = errors.context_length_exceeded(TOO_LONG, Places("messages", "max_tokens"))
 FULL = errors.overloaded(waiting=60, asked=8, limit=64, retry_after_seconds=3)
 
 
@@ -42,13 +42,16 @@ def test_bodies(error, status, type_, code):
 
 
 def test_numbers_and_headers_are_there():
-    too_long = errors.context_length_exceeded(TOO_LONG, "prompt", "max_tokens")
-    assert too_long.param == "prompt"
+    too_long = errors.context_length_exceeded(TOO_LONG, Places("prompt[3]", "max_tokens"))
+    assert too_long.param == "prompt[3]"
+    assert too_long.message.startswith("prompt[3] has 5000 tokens")
     assert "5000" in too_long.message
     assert "4096" in too_long.message
-    too_many = errors.context_length_exceeded(TOO_MANY, "prompt", "max_completion_tokens")
+    too_many = errors.context_length_exceeded(TOO_MANY, Places("prompt", "max_completion_tokens"))
     assert too_many.param == "max_completion_tokens"
     assert "lower max_completion_tokens to 96" in too_many.message
+    left_out = errors.context_length_exceeded(TOO_MANY, Places("prompt", "max_tokens", is_default=True))
+    assert "max_tokens is 200 by default" in left_out.message
     assert FULL.headers == {"Retry-After": "3"}
     assert "60 answers are waiting and the request asks for 8 more, but at most 64 may wait" in FULL.message
     assert errors.unavailable("x").headers["Retry-After"]

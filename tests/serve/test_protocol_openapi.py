@@ -20,7 +20,7 @@ TABLES = {
     "ChatRequest": chat_table(Limits()),
     "CompletionRequest": completion_table(Limits()),
     "TokenizeRequest": tokenize_table(),
-    "DetokenizeRequest": detokenize_table(),
+    "DetokenizeRequest": detokenize_table(Limits()),
 }
 TYPES = {
     "object": dict,

@@ -362,8 +362,8 @@ def test_response_formats_and_structured_outputs():
         for call in (chat, complete):
             request = call(**fields)
             assert request.params.constraint == want
-            assert request.constraint_field == next(iter(fields))
-    assert chat(response_format={"type": "text"}).constraint_field is None
+            assert request.places.constraint == next(iter(fields))
+    assert chat(response_format={"type": "text"}).places.constraint is None
 
 
 def test_a_typing_error_gets_a_hint():
@@ -397,6 +397,6 @@ def test_every_field_of_the_official_client_has_a_place():
 
 
 def test_no_field_stands_in_two_columns():
-    for table in (chat_table(Limits()), completion_table(Limits()), tokenize_table(), detokenize_table()):
+    for table in (chat_table(Limits()), completion_table(Limits()), tokenize_table(), detokenize_table(Limits())):
         names = [*table.supported, *table.ignored, *table.refused]
         assert len(names) == len(set(names))

@@ -84,7 +84,9 @@ def test_a_client_that_leaves(logged: Logged) -> None:
     connection = http.client.HTTPConnection(logged.url.removeprefix("http://"), timeout=20)
     logged.runner.steps_until_closed = 5  # it cannot end before we have left
     body = json.dumps(ASK | {"stream": True, "max_tokens": 200})
-    connection.request("POST", CHAT, body=body, headers={"Authorization": "Bearer secret-key"})
+    connection.request(
+        "POST", CHAT, body=body, headers={"Authorization": "Bearer secret-key", "Content-Type": "application/json"}
+    )
     response = connection.getresponse()
     response.readline()
     response.close()

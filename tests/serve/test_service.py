@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from httpx import Client
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
+from msds.errors import ConstraintError
+from msds_serve.app import create_app
+from msds_serve.bodies import Bodies
 from msds_serve.protocol.errors import ApiError
+from msds_serve.request_log import RequestLog
 from msds_serve.service import Service
 from tests.serve.conftest import mesh_of
 
@@ -153,6 +163,13 @@ class TestCompletions:
             assert "".join(c["text"] for c in mine) == choice["text"]
             assert mine[-1]["finish_reason"] == choice["finish_reason"]
 
+    def test_a_stream_counts_what_was_cached_as_the_whole_answer_does(self, client: Client) -> None:
+        body = {"model": "tiny", "prompt": ["again and again and once more " * 2, "hardly"], "n": 2, "max_tokens": 3}
+        client.post(COMPLETIONS, json=body)
+        whole = client.post(COMPLETIONS, json=body).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        last = events(client, COMPLETIONS, body | {"stream_options": {"include_usage": True}})[-1]
+        assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == whole > 0
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
@@ -186,7 +203,7 @@ class TestRefusals:
 
         words = "many words " * 200
         assert param(COMPLETIONS, prompt=words) == "prompt"
-        assert param(COMPLETIONS, prompt=["a", words]) == "prompt"
+        assert param(COMPLETIONS, prompt=["a", words]) == "prompt[1]"
         assert param(CHAT, messages=[{"role": "user", "content": words}]) == "messages"
         assert param(COMPLETIONS, prompt="a", max_tokens=128) == "max_tokens"
 
@@ -196,13 +213,29 @@ class TestRefusals:
         assert "asks for 40 answers, but at most 32 may wait" in response.json()["error"]["message"]
 
     def test_bodies(self, client: Client) -> None:
-        assert client.post(CHAT, content=b"{").status_code == 400
-        assert client.post(CHAT, content=b"[]").status_code == 400
-        assert client.post(CHAT, content=b"\xff").status_code == 400
-        assert client.post(CHAT, content=b'"' + b"x" * 30_000 + b'"').status_code == 413
-        assert client.post(CHAT, content=b'{"seed": ' + b"9" * 5000 + b"}").json()["error"]["message"] == (
+        def post(content: bytes, kind: str | None = "application/json; charset=utf-8") -> Any:
+            return client.post(CHAT, content=content, headers={} if kind is None else {"content-type": kind})
+
+        for content in (b"{", b"[]", b"\xff"):
+            assert post(content).status_code == 400
+        assert post(b'"' + b"x" * 30_000 + b'"').status_code == 413
+        for kind in (None, "text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
+            refused = post(json.dumps({"model": "tiny", "messages": USER}).encode(), kind)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (415, "unsupported_media_type")
+        assert post(b'{"seed": ' + b"9" * 5000 + b"}").json()["error"]["message"] == (
             "the body has an integer of 5000 digits, more than any field takes"
         )
+
+    def test_ids_of_the_clients_choice(self, client: Client) -> None:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+        answer = client.post(COMPLETIONS, json=body, headers={"X-Request-Id": "night-7.b"})
+        assert answer.headers["x-request-id"] == "night-7.b"
+        assert answer.json()["id"] == "cmpl-night-7.b"
+        for bad in ("two words", "x" * 129, '"'):
+            refused = client.post(COMPLETIONS, json=body, headers={"X-Request-Id": bad})
+            assert refused.status_code == 400
+            assert "X-Request-Id" in refused.json()["error"]["message"]
+            assert refused.headers["x-request-id"] != bad
 
     def test_routes_and_methods_that_do_not_exist(self, client: Client) -> None:
         before = metric(client, 'msds_requests_total{endpoint="none",status="404"}')
@@ -224,6 +257,11 @@ class TestRefusals:
             (CHAT, {"messages": [*USER, {"role": "tool", "content": "4"}]}, "messages"),
             (COMPLETIONS, {"prompt": [[5], [7, 10**6]]}, "prompt[1][1]"),
             (COMPLETIONS, {"prompt": [10**6]}, "prompt[0]"),
+            (COMPLETIONS, {"prompt": [5] * 5000}, "prompt"),
+            (COMPLETIONS, {"prompt": "a", "n": 40}, "n"),
+            (CHAT, {"n": 40}, "n"),
+            ("/detokenize", {"tokens": [5] * 5000}, "tokens"),
+            ("/tokenize", {"prompt": "x " * 9000}, "prompt"),
             (COMPLETIONS, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
             (COMPLETIONS, {"prompt": "a", "min_tokens": 17}, "min_tokens"),
             ("/detokenize", {"tokens": [5, 10**6]}, "tokens[1]"),
@@ -301,3 +339,75 @@ def test_a_text_far_too_long_is_refused_before_it_is_cut_into_tokens(service: Se
     service.check_length(1000, "prompt")
     with pytest.raises(ApiError, match="has 1000000 characters, far more than the context of 128 tokens"):
         service.check_length(10**6, "prompt")
+
+
+def test_a_constraint_that_cannot_be_kept_under_way_is_the_requests_fault(
+    client: Client, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stuck(*arguments: Any) -> Any:
+        raise ConstraintError("the constraint cannot be followed: too many items")
+
+    fields = {"response_format": {"type": "json_object"}, "ignore_eos": True}
+    with monkeypatch.context() as patch:
+        patch.setattr("msds.constraints.state.ConstraintState.mask", property(stuck))
+        error = chat(client, **fields).json()["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+        assert "too many items" in error["message"]
+    assert chat(client, **fields).status_code == 200
+
+
+def test_a_constraint_is_compiled_once_for_all_prompts(
+    client: Client, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    grammars = service.llm.model.grammars
+    assert grammars is not None
+    fault_of = type(grammars.table).fault_of
+    monkeypatch.setattr(
+        type(grammars.table), "fault_of", lambda table, source: tried.append(source) or fault_of(table, source)
+    )
+    refused = {"model": "tiny", "prompt": ["a"] * 8, "structured_outputs": {"grammar": "start: nothing_of_this_name"}}
+    response = client.post(COMPLETIONS, json=refused)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
+    assert len(tried) == 1
+
+
+def test_mounted_in_another_application(service: Service, tmp_path: Path) -> None:
+    """The paths that need no key, and those that are logged, are those of the routes, not of the URL."""
+    options = replace(service.options, api_keys=("k",))
+    log = tmp_path / "log.jsonl"
+    inner = create_app(Service(service.llm, options), RequestLog(log))
+    outer = Starlette(routes=[Mount("/llm", inner)])
+    client = TestClient(outer)  # without a lifespan: nothing generates, which is no matter here
+    assert client.get("/llm/health").status_code == 200
+    assert client.get("/llm/v1/models").status_code == 401
+    assert client.get("/llm/v1/models", headers={"Authorization": "Bearer  k"}).status_code == 200
+    asked = client.post(
+        "/llm/v1/completions", json={"model": "tiny", "prompt": "a"}, headers={"Authorization": "Bearer k"}
+    )
+    assert asked.status_code == 503
+    assert json.loads(log.read_text())["path"] == "/v1/completions"
+
+
+def test_bodies_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given up after a time, and at once when the server stops."""
+
+    class Slow:
+        headers: ClassVar = {"content-type": "application/json"}
+
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield b"{"
+            await asyncio.sleep(60)
+
+    async def fault(bodies: Bodies, *, ends: bool) -> ApiError:
+        task = asyncio.ensure_future(bodies.receive(Slow()))  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        if ends:
+            bodies.end()
+        with pytest.raises(ApiError) as caught:
+            await task
+        return caught.value
+
+    assert asyncio.run(fault(Bodies(100), ends=True)).status == 503
+    monkeypatch.setattr("msds_serve.bodies.RECEIVE_SECONDS", 0.1)
+    assert asyncio.run(fault(Bodies(100), ends=False)).status == 408

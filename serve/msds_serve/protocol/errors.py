@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from msds.errors import ContextLengthError, MsdsError, PromptError, SamplingError
@@ -45,18 +46,33 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def context_length_exceeded(error: ContextLengthError, prompt_field: str, limit_field: str) -> ApiError:
-    """400 for a prompt that leaves no room for its answer, with the numbers. prompt_field: where the prompt stands;
-    limit_field: what the request calls its limit of new tokens."""
-    message = f"the prompt has {error.prompt_tokens} tokens and "
+@dataclass(frozen=True)
+class Places:
+    """Where things stand in a request's body, for faults that show only when it is queued.
+
+    limit: the field that limits new tokens; is_default: it is not there, and its default counts. constraint: the field
+    that says what the text must be, None without.
+    """
+
+    prompt: str
+    limit: str
+    constraint: str | None = None
+    is_default: bool = False
+
+
+def context_length_exceeded(error: ContextLengthError, places: Places) -> ApiError:
+    """400 for a prompt that leaves no room for its answer, with the numbers."""
+    what = "the prompt" if "[" not in places.prompt else places.prompt
+    message = f"{what} has {error.prompt_tokens} tokens and "
     if error.max_tokens is None:
         message += f"the context holds {error.max_model_len}, prompt and answer together; shorten the prompt"
-        return bad_request(message, param=prompt_field, code="context_length_exceeded")
+        return bad_request(message, param=places.prompt, code="context_length_exceeded")
+    default = " by default" if places.is_default else ""
     message += (
-        f"{limit_field} is {error.max_tokens}, together more than the context of {error.max_model_len}; lower "
-        f"{limit_field} to {error.max_model_len - error.prompt_tokens} or shorten the prompt"
+        f"{places.limit} is {error.max_tokens}{default}, together more than the context of {error.max_model_len}; "
+        f"lower {places.limit} to {error.max_model_len - error.prompt_tokens} or shorten the prompt"
     )
-    return bad_request(message, param=limit_field, code="context_length_exceeded")
+    return bad_request(message, param=places.limit, code="context_length_exceeded")
 
 
 def unauthorized() -> ApiError:
@@ -80,6 +96,12 @@ def method_not_allowed(method: str, allowed: tuple[str, ...]) -> ApiError:
     """405: the route exists, for other methods."""
     message = f"{clip(method)} is not allowed here; use {', '.join(allowed)}"
     return ApiError(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
+
+
+def too_slow(seconds: float) -> ApiError:
+    """408: the body did not arrive."""
+    message = f"the request's body did not arrive within {seconds:g} s"
+    return ApiError(408, message, type="timeout_error", code="request_not_received", headers={"Connection": "close"})
 
 
 def too_large(limit_bytes: int) -> ApiError:

@@ -15,7 +15,6 @@ from typing import Any
 from msds_serve.protocol.errors import bad_request, clip
 from msds_serve.protocol.formats import response_format, structured_outputs
 from msds_serve.protocol.kinds import (
-    TOKEN_ID,
     Kind,
     flag,
     free_object,
@@ -26,9 +25,10 @@ from msds_serve.protocol.kinds import (
     record,
     text,
     token_biases,
+    token_ids,
     word,
 )
-from msds_serve.protocol.messages import MAX_PROMPT_IDS, messages, prompts
+from msds_serve.protocol.messages import messages, prompts
 from msds_serve.protocol.tools import tool_choice, tools
 
 MAX_TOKENS = 2**31 - 1  # counts are int32 on the device
@@ -50,6 +50,8 @@ class Limits:
     """Characters of a stop string."""
     max_logit_bias: int = 1024
     """Tokens in logit_bias."""
+    max_prompt_ids: int = 2**20
+    """Ids in one prompt, so that lists far beyond the context are refused before they are looked at."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Table:
                     self.ignored[name].kind(value, name)
             elif name in self.refused:
                 refused = self.refused[name]
-                if value is not None and not any(type(value) is type(n) and value == n for n in refused.neutral):
+                if value is not None and not any(_same(value, one) for one in refused.neutral):
                     raise bad_request(f"{name} is not supported: {refused.reason}", param=name)
             else:
                 raise self._unknown(name)
@@ -112,6 +114,11 @@ class Table:
         return bad_request(f"unknown field {clip(name)}{hint}", param=name[:100])
 
 
+def _same(value: Any, other: Any) -> bool:
+    """JSON's equality: 1.0 is 1, and true is neither."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
 def _sampling(limits: Limits) -> dict[str, Field]:
     """What both generating endpoints take."""
     stop = text(1, limits.max_stop_length)
@@ -122,7 +129,7 @@ def _sampling(limits: Limits) -> dict[str, Field]:
         "top_p": Field(number(0, 1), "Keep the fewest most likely tokens with this probability together."),
         "top_k": Field(integer(-1, MAX_TOKENS), "Keep this many most likely tokens; 0 or -1 keeps all."),
         "min_p": Field(number(0, 1), "Keep tokens at least this many times as likely as the best one."),
-        "repetition_penalty": Field(number(0, 100, above=True), "Of tokens in prompt and output; 1 is off."),
+        "repetition_penalty": Field(number(0.01, 100), "Of tokens in prompt and output; 1 is off."),
         "presence_penalty": Field(number(-2, 2), "Subtracted once from the logits of tokens in the output."),
         "frequency_penalty": Field(number(-2, 2), "Subtracted once per occurrence in the output."),
         "seed": Field(integer(-(2**63), 2**64 - 1), "Same seed, prompt and parameters: same tokens."),
@@ -134,7 +141,7 @@ def _sampling(limits: Limits) -> dict[str, Field]:
         "stop": Field(
             one_or_many(stop, items(stop, 0, limits.max_stops, "stop strings")), "Strings that end the text."
         ),
-        "stop_token_ids": Field(items(TOKEN_ID, 0, 1024, "token ids"), "Token ids that end the text."),
+        "stop_token_ids": Field(token_ids(0, 1024), "Token ids that end the text."),
         "include_stop_str_in_output": Field(flag(), "Keep the stop string in the text."),
         "ignore_eos": Field(flag(), "Go on after end-of-sequence tokens."),
         "skip_special_tokens": Field(flag(), "Leave special tokens out of the text; default true."),
@@ -182,7 +189,7 @@ _REFUSED = {
     "best_of": Refused("ask for n answers and choose with logprobs", (1,)),
     "suffix": Refused("the served models do not fill in the middle", ("",)),
     "use_beam_search": Refused("answers are sampled", (False,)),
-    "length_penalty": Refused("it belongs to beam search", (1, 1.0)),
+    "length_penalty": Refused("it belongs to beam search", (1,)),
     "early_stopping": Refused("it belongs to beam search", (False,)),
     "logits_processors": Refused("code does not come over the network"),
     "bad_words": Refused("use logit_bias", ([],)),
@@ -195,7 +202,7 @@ _REFUSED = {
     "guided_grammar": Refused(_TO_FORMAT),
     "return_token_ids": Refused("use /tokenize, or logprobs for the bytes of each token", (False,)),
     "return_tokens_as_token_ids": Refused("use /tokenize, or logprobs for the bytes of each token", (False,)),
-    "request_id": Refused("send the header X-Request-Id"),
+    "request_id": Refused("send it as the header X-Request-Id"),
     "cache_salt": Refused("the prefix cache is shared by all requests"),
 }
 _CHAT_REFUSED = {
@@ -259,7 +266,9 @@ def completion_table(limits: Limits) -> Table:
     """/v1/completions."""
     supported = {
         "model": _MODEL,
-        "prompt": Field(prompts(limits.max_prompts), "Texts or lists of token ids.", required=True),
+        "prompt": Field(
+            prompts(limits.max_prompts, limits.max_prompt_ids), "Texts or lists of token ids.", required=True
+        ),
         "max_tokens": Field(_MAX_TOKENS, "Tokens to generate at most; default 16, as OpenAI's."),
         "logprobs": Field(integer(0, 5), "Log-probabilities of the chosen and of so many most likely tokens."),
         "echo": Field(flag(), "Put the prompt before the text; with logprobs, the prompt's too."),
@@ -287,12 +296,12 @@ def tokenize_table() -> Table:
 
 
 @functools.cache
-def detokenize_table() -> Table:
+def detokenize_table(limits: Limits) -> Table:
     """/detokenize."""
     return Table(
         {
             "model": Field(text(1, 512), "Name of the model; may be left out."),
-            "tokens": Field(items(TOKEN_ID, 0, MAX_PROMPT_IDS, "token ids"), "Token ids.", required=True),
+            "tokens": Field(token_ids(0, limits.max_prompt_ids), "Token ids.", required=True),
             "skip_special_tokens": Field(flag(), "Leave special tokens out; default false."),
         }
     )

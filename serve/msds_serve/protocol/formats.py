@@ -67,7 +67,12 @@ def structured_outputs() -> Kind:
         return _build(_OUTPUTS[name][1], content, f"{where}.{name}")
 
     one_each = [
-        {"type": "object", "properties": {name: kind.schema}, "required": [name], "additionalProperties": False}
+        {
+            "type": "object",
+            "properties": {other: {"type": "null"} for other in _OUTPUTS} | {name: kind.schema},
+            "required": [name],
+            "additionalProperties": False,
+        }
         for name, (kind, _) in _OUTPUTS.items()
     ]
     return Kind({"anyOf": one_each}, check)

@@ -64,9 +64,9 @@ def integer(minimum: int, maximum: int | None = None) -> Kind:
     return Kind({"type": "integer", "minimum": minimum} | ({} if maximum is None else {"maximum": maximum}), check)
 
 
-def number(minimum: float, maximum: float, *, above: bool = False) -> Kind:
-    """A finite number in a range; `above` leaves the minimum itself out."""
-    legal = f"a number {'above' if above else 'from'} {minimum:g}{' and up' if above else ''} to {maximum:g}"
+def number(minimum: float, maximum: float) -> Kind:
+    """A finite number in a range."""
+    legal = f"a number from {minimum:g} to {maximum:g}"
 
     def check(value: Any, where: str) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -75,11 +75,11 @@ def number(minimum: float, maximum: float, *, above: bool = False) -> Kind:
             result = float(value)
         except OverflowError:
             refuse(value, where, legal)
-        if not math.isfinite(result) or not minimum <= result <= maximum or (above and result == minimum):
+        if not math.isfinite(result) or not minimum <= result <= maximum:
             refuse(value, where, legal)
         return result
 
-    return Kind({"type": "number", "exclusiveMinimum" if above else "minimum": minimum, "maximum": maximum}, check)
+    return Kind({"type": "number", "minimum": minimum, "maximum": maximum}, check)
 
 
 def text(minimum: int = 0, maximum: int | None = None) -> Kind:
@@ -117,6 +117,20 @@ def items(kind: Kind, minimum: int, maximum: int, what: str) -> Kind:
 
     schema = {"type": "array", "items": kind.schema, "minItems": minimum, "maxItems": maximum}
     return Kind(schema, check)
+
+
+def token_ids(minimum: int, maximum: int) -> Kind:
+    """A list of token ids, as a tuple. Long lists of plain integers are checked without looking at each in Python."""
+    slow = items(TOKEN_ID, minimum, maximum, "token ids")
+
+    def check(value: Any, where: str) -> tuple[int, ...]:
+        plain = isinstance(value, list) and minimum <= len(value) <= maximum and set(map(type, value)) == {int}
+        if plain and min(value) >= 0 and max(value) <= MAX_TOKEN_ID:
+            return tuple(value)
+        checked: tuple[int, ...] = slow(value, where)
+        return checked
+
+    return Kind(slow.schema, check)
 
 
 def one_or_many(kind: Kind, many: Kind) -> Kind:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msds.errors import PromptError
 from msds.text.messages import ROLES, check_messages
 from msds_serve.protocol.errors import bad_request, clip
-from msds_serve.protocol.kinds import TOKEN_ID, Kind, items, nullable, refuse, text
+from msds_serve.protocol.kinds import Kind, Schema, items, nullable, refuse, text, token_ids
 
 MAX_MESSAGES = 10_000
-MAX_PROMPT_IDS = 4_000_000  # far above any context; the engine knows the real limit
-
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "prefix")
 # OpenAI's answers carry these, so a client that sends an answer back sends them too, empty
 _EMPTY_KEYS = ("refusal", "audio", "annotations", "function_call")
@@ -35,21 +34,33 @@ _CALL = {
     },
     "required": ["function"],
 }
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"type": "string", "enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}, {"type": "null"}]},
-        "name": nullable({"type": "string"}),
-        "tool_calls": nullable({"type": "array", "items": _CALL}),
-        "tool_call_id": nullable({"type": "string"}),
-        "reasoning_content": nullable({"type": "string"}),
-        "reasoning": nullable({"type": "string"}),
-        "prefix": nullable({"type": "boolean"}),
-        **{key: {"type": ["null", "array"], "maxItems": 0} for key in _EMPTY_KEYS},
-    },
-    "required": ["role"],
-    "additionalProperties": False,
+_CALLS = {"type": "array", "items": _CALL}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_FIELDS: Schema = {
+    "name": nullable({"type": "string"}),
+    "tool_call_id": nullable({"type": "string"}),
+    "reasoning_content": nullable({"type": "string"}),
+    "reasoning": nullable({"type": "string"}),
+    "prefix": nullable({"type": "boolean"}),
+    **{key: {"type": ["null", "array"], "maxItems": 0} for key in _EMPTY_KEYS},
+}
+
+
+def _message(roles: Sequence[str], content: Schema, *, calls: Schema, required: Sequence[str]) -> Schema:
+    properties = {"role": {"type": "string", "enum": list(roles)}, "content": content, "tool_calls": calls, **_FIELDS}
+    names = ["role", *required]
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+_NO_CALLS: Schema = {"type": ["null", "array"], "maxItems": 0}
+_OTHERS = [role for role in ROLES if role != "assistant"]
+_MESSAGE: Schema = {
+    "anyOf": [
+        _message(_OTHERS, _CONTENT, calls=_NO_CALLS, required=["content"]),
+        _message(["assistant"], _CONTENT, calls=nullable(_CALLS), required=["content"]),
+        # who calls tools need not say anything besides
+        _message(["assistant"], nullable(_CONTENT), calls=_CALLS | {"minItems": 1}, required=["tool_calls"]),
+    ]
 }
 
 
@@ -95,13 +106,11 @@ def _check_keys(message: dict[str, Any], where: str) -> None:
             raise bad_request(f"{place} has the unknown field {clip(extra)}; known: type, text", param=place)
 
 
-_IDS = items(TOKEN_ID, 1, MAX_PROMPT_IDS, "token ids")
-
-
-def prompts(maximum: int) -> Kind:
+def prompts(maximum: int, max_ids: int) -> Kind:
     """One prompt or a list of them, each a text or a list of token ids; as a tuple of texts and tuples of ids."""
+    ids = token_ids(1, max_ids)
     legal = f"a text, a list of token ids, or a list of 1 to {maximum} texts or lists of token ids"
-    many = items(text(), 1, maximum, "texts"), items(_IDS, 1, maximum, "lists of token ids")
+    many = items(text(), 1, maximum, "texts"), items(ids, 1, maximum, "lists of token ids")
 
     def check(value: Any, where: str) -> tuple[str | tuple[int, ...], ...]:
         if isinstance(value, str):
@@ -109,11 +118,11 @@ def prompts(maximum: int) -> Kind:
         if not isinstance(value, list) or not value:
             refuse(value, where, legal)
         if isinstance(value[0], (int, float)) and not isinstance(value[0], bool):
-            return (_IDS(value, where),)
+            return (ids(value, where),)
         if not isinstance(value[0], (str, list)):
             refuse(value[0], f"{where}[0]", "a text, a token id or a list of token ids")
         kind = many[0] if isinstance(value[0], str) else many[1]
         checked: tuple[str | tuple[int, ...], ...] = kind(value, where)
         return checked
 
-    return Kind({"anyOf": [{"type": "string"}, _IDS.schema, many[0].schema, many[1].schema]}, check)
+    return Kind({"anyOf": [{"type": "string"}, ids.schema, many[0].schema, many[1].schema]}, check)

@@ -20,6 +20,7 @@ _MEANING = {
     400: "The request is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "No such model.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The queue is full; see Retry-After.",
@@ -36,7 +37,7 @@ def openapi(*, version: str, models: Sequence[str], limits: Limits | None = None
         "ChatRequest": chat_table(limits),
         "CompletionRequest": completion_table(limits),
         "TokenizeRequest": tokenize_table(),
-        "DetokenizeRequest": detokenize_table(),
+        "DetokenizeRequest": detokenize_table(limits),
     }
     requests = {name: body_schema(table) for name, table in tables.items()}
     for schema in requests.values():
@@ -82,7 +83,7 @@ def body_schema(table: Table) -> Schema:
 
 
 def _paths() -> dict[str, Any]:
-    failures = (400, 404, 413, 415, 429, 500, 503, 504)
+    failures = (400, 404, 408, 413, 415, 429, 500, 503, 504)
     return {
         "/v1/chat/completions": _post(
             "Answer a conversation.", "ChatRequest", "ChatCompletion", failures, chunk="ChatCompletionChunk"
@@ -91,9 +92,9 @@ def _paths() -> dict[str, Any]:
             "Continue texts or token ids.", "CompletionRequest", "Completion", failures, chunk="Completion"
         ),
         "/tokenize": _post(
-            "Token ids of a text, or of a conversation.", "TokenizeRequest", "Tokenized", (400, 404, 413, 415)
+            "Token ids of a text, or of a conversation.", "TokenizeRequest", "Tokenized", (400, 404, 408, 413, 415)
         ),
-        "/detokenize": _post("Text of token ids.", "DetokenizeRequest", "Detokenized", (400, 404, 413, 415)),
+        "/detokenize": _post("Text of token ids.", "DetokenizeRequest", "Detokenized", (400, 404, 408, 413, 415)),
         "/v1/models": _get("The served models.", "ModelList"),
         "/v1/models/{model}": _get("One served model.", "Model", 404)
         | {

@@ -11,7 +11,7 @@ from msds.config import GenerationConfig
 from msds.errors import SamplingError
 from msds.sampling import SamplingParams
 from msds.text.chat import GIVEN
-from msds_serve.protocol.errors import bad_request, clip, from_exception
+from msds_serve.protocol.errors import Places, bad_request, clip, from_exception
 from msds_serve.protocol.fields import Limits, chat_table, completion_table, detokenize_table, tokenize_table
 from msds_serve.protocol.tools import ToolChoice, settle_choice
 
@@ -40,8 +40,7 @@ class StreamOptions:
 class ChatRequest:
     """A checked /v1/chat/completions body. stream: None for one JSON answer.
 
-    logprobs and a constraint are asked for through `params`; `constraint_field` is the field that names the latter,
-    `limit_field` the one that limits the new tokens.
+    logprobs and a constraint are asked for through `params`; `places` says by which fields.
     tools are as they came, for the template; `tool_choice` is settled, so "none" also stands for no tools. With "none"
     the template gets no tools and no calls are parsed.
     """
@@ -53,8 +52,7 @@ class ChatRequest:
     tools: tuple[Mapping[str, Any], ...]
     tool_choice: ToolChoice
     parallel_tool_calls: bool
-    limit_field: str
-    constraint_field: str | None
+    places: Places
     template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     include_reasoning: bool
@@ -76,7 +74,7 @@ class CompletionRequest:
     legacy_logprobs: int | None
     show_prompt_logprobs: bool
     add_special_tokens: bool
-    constraint_field: str | None
+    places: Places
     priority: int
 
 
@@ -117,7 +115,8 @@ def parse_body(data: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise bad_request(f"the body must be a JSON object, not {clip(body)}")
-    _require_unicode(body)
+    if b"\\u" in data:  # JSON's only way to spell a surrogate
+        _require_unicode(body)
     return body
 
 
@@ -158,8 +157,7 @@ def parse_chat(
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=values.get("parallel_tool_calls", True),
-        limit_field=limit_field,
-        constraint_field=constraint_field,
+        places=Places("messages", limit_field, constraint_field),
         template_kwargs=_template_kwargs(values),
         add_generation_prompt=values.get("add_generation_prompt", True),
         include_reasoning=values.get("include_reasoning", True),
@@ -202,7 +200,7 @@ def parse_completion(
         legacy_logprobs=legacy,
         show_prompt_logprobs=asked is not None,
         add_special_tokens=values.get("add_special_tokens", True),
-        constraint_field=_constraint_field(values),
+        places=Places("prompt", "max_tokens", _constraint_field(values), is_default="max_tokens" not in values),
         priority=values.get("priority", 0),
     )
 
@@ -229,9 +227,9 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     )
 
 
-def parse_detokenize(body: Mapping[str, Any]) -> DetokenizeRequest:
+def parse_detokenize(body: Mapping[str, Any], *, limits: Limits | None = None) -> DetokenizeRequest:
     """A detokenize request."""
-    values = detokenize_table().read(body)
+    values = detokenize_table(limits or Limits()).read(body)
     return DetokenizeRequest(
         model=values.get("model"),
         tokens=values["tokens"],
@@ -251,7 +249,7 @@ def _params(
     if max_tokens is not None and least > max_tokens:
         raise bad_request(
             f"min_tokens is {least}, more than {limit_field}, which is {max_tokens}"
-            + ("" if limit_field in values else " where it is not given"),
+            + ("" if limit_field in values else " by default"),
             param="min_tokens",
         )
     given = {name: values[name] for name in _SAMPLING_FIELDS if name in values}

@@ -42,14 +42,16 @@ class _Stream:
 
     kind: str
 
-    def __init__(
-        self, head: Head, options: StreamOptions, *, num_choices: int, prompt_tokens: int, cached_tokens: int = 0
-    ) -> None:
+    def __init__(self, head: Head, options: StreamOptions, *, num_choices: int, prompt_tokens: int) -> None:
         self._head = head.as_object(self.kind)
         self._options = options
         self._open = set(range(num_choices))
         self._prompt_tokens = prompt_tokens
-        self._cached_tokens = cached_tokens
+        self._cached_tokens: dict[int, int] = {}
+
+    def saw_cached(self, prompt: int, tokens: int) -> None:
+        """So many tokens of a prompt were found in the cache; of its answers, the one that found most counts."""
+        self._cached_tokens[prompt] = max(tokens, self._cached_tokens.get(prompt, 0))
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -58,7 +60,7 @@ class _Stream:
         return usage(
             self._prompt_tokens,
             completion_tokens,
-            cached_tokens=self._cached_tokens,
+            cached_tokens=sum(self._cached_tokens.values()),
             reasoning_tokens=reasoning_tokens,
         )
 
@@ -83,17 +85,14 @@ class _Stream:
 
 
 class ChatStream(_Stream):
-    """Turns what the engine produces into chat.completion.chunk objects, for choices that come interleaved.
-
-    counts: prompt_tokens and cached_tokens of the one prompt that all choices share.
-    """
+    """Turns what the engine produces into chat.completion.chunk objects, for choices that come interleaved."""
 
     kind = "chat.completion.chunk"
 
     def __init__(
-        self, head: Head, answers: AnswerOptions, options: StreamOptions, *, num_choices: int, **counts: int
+        self, head: Head, answers: AnswerOptions, options: StreamOptions, *, num_choices: int, prompt_tokens: int
     ) -> None:
-        super().__init__(head, options, num_choices=num_choices, **counts)
+        super().__init__(head, options, num_choices=num_choices, prompt_tokens=prompt_tokens)
         self.readers = make_readers(answers, head.id, num_choices)
         self._with_logprobs = answers.top_logprobs is not None
         self._begun: set[int] = set()
@@ -156,8 +155,8 @@ class ChatStream(_Stream):
 class CompletionStream(_Stream):
     """Turns what the engine produces into text_completion chunks.
 
-    Choices are numbered prompt * n + choice. counts: prompt_tokens and cached_tokens, summed over the prompts.
-    logprobs: one builder per choice, or None.
+    Choices are numbered prompt * n + choice. prompt_tokens: of all prompts together. logprobs: one builder per choice,
+    or None.
     """
 
     kind = "text_completion"
@@ -168,10 +167,10 @@ class CompletionStream(_Stream):
         options: StreamOptions,
         *,
         num_choices: int,
+        prompt_tokens: int,
         logprobs: Sequence[LegacyLogprobs] | None = None,
-        **counts: int,
     ) -> None:
-        super().__init__(head, options, num_choices=num_choices, **counts)
+        super().__init__(head, options, num_choices=num_choices, prompt_tokens=prompt_tokens)
         self._builders = logprobs
         self._held: dict[int, list[Mapping[str, Any]]] = {}
         self._completion_tokens = 0
