@@ -13,7 +13,7 @@ from msds.errors import OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.parts import local_specs, rank_parts
 from msds.models.specs.rules import check_plan, is_executed
-from msds.planning.collectives import STEPS
+from msds.planning.collectives import STEPS, exchange_buffer_bytes
 from msds.planning.demand import DTYPES, Demand, make_demand
 from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import Shard, ShardPlan, rank_shards
@@ -71,6 +71,17 @@ class Job:
         return plan
 
     @property
+    def ranks(self) -> Ranks:
+        """The rank that is compiled, on the mesh's hardware."""
+        return Ranks(self.shards, self.rank, self.demand.mesh.hardware.kind)
+
+    @property
+    def exchange_buffer(self) -> int:
+        """Bytes of each buffer of the group that exchanges tokens, for all shapes that serving compiles."""
+        prefill, decode = self.ladders
+        return exchange_buffer_bytes(self.demand, self.shards, (*prefill, *decode))
+
+    @property
     def texts(self) -> int:
         """Sequences of one replica's decode step."""
         return -(-self.demand.texts // self.shards.dp)
@@ -112,7 +123,7 @@ class Job:
         return self._local(specs.cache_spec(demand.config, self.num_blocks, demand.engine.block_size, demand.dtype))
 
     def _local(self, tree: Tree) -> Tree:
-        return local_specs(tree, rank_parts(tree, self.demand.config, Ranks(self.shards, self.rank, native=True)))
+        return local_specs(tree, rank_parts(tree, self.demand.config, self.ranks))
 
 
 @lru_cache(maxsize=16)
