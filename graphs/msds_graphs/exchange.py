@@ -29,7 +29,7 @@ _dispatch = MoeDistributeDispatch()
 _combine = MoeDistributeCombine()
 
 _ALIKE = 0
-"""global_bs: all ranks give as many tokens as this one. Steps of different sizes lay out the group's buffers otherwise and
+"""global_bs: all ranks give as many tokens as this one. Steps of other sizes lay out the group's buffers otherwise and
 may not overlap; each ends with a gather of its results over all ranks, which keeps them apart."""
 _COUNTS = 1
 """expert_token_nums_type: how many rows each expert gets, not their running sums."""

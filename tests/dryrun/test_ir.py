@@ -54,7 +54,7 @@ def test_collectives_and_parameters():
 
 
 EXCHANGE = """\
-  %5(made) = PrimFunc_MoeDistributeDispatch(%4, %3, I64(16), None, "msds_exchange_0_16_1", I64(1)) cnode_attrs: {a: I64(1)}
+  %5(made) = PrimFunc_MoeDistributeDispatch(%4, %3, I64(16), None, "msds_exchange_0_16_1", I64(1)) cnode_attrs: {a}
       : (<Tensor[BFloat16], (4, 64)>, <Tensor[Int32], (4, 3)>, <Int64, NoShape>, <None, NoShape>, <String, NoShape>, \
 <Int64, NoShape>) -> (<Tuple[Tensor[BFloat16],Tensor[Float32]*2], TupleShape((64, 64), (64), (12))>)
   %6(back) = PrimFunc_MoeDistributeCombine(%5, %3, "msds_exchange_0_16_1")
