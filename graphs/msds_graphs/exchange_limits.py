@@ -1,9 +1,9 @@
 """Where the two Ascend operators that send tokens to their experts and back may be used. Host code.
 
 The limits are those that CANN documents for MoeDistributeDispatch and MoeDistributeCombine (ops-transformer,
-aclnnMoeDistributeDispatch). MindSpore 2.10's docstrings of `moe_distribute_dispatch` and `moe_distribute_combine` repeat
-an older state of it (8 experts per token on A2 too, 256 in all). None of it was run on an NPU. Three more that are no
-sizes, for whoever starts the ranks:
+aclnnMoeDistributeDispatch). The docstrings of `moe_distribute_dispatch` and `moe_distribute_combine` in MindSpore 2.10
+repeat an older state of it (8 experts per token on A2 too, 256 in all). None of it was run on an NPU. Three more that
+are no sizes, for whoever starts the ranks:
 
 - the communication group of the operators may hold no other operator, so it is one of its own (axis "exchange");
 - its buffers must have `buffer_bytes` each, which `create_groups` asks for; HCCL's own 200 MB suffice for few tokens;
