@@ -40,6 +40,7 @@ from msds.weights import (
     stored_skips,
     through_cache,
 )
+from msds_graphs import exchange_limits
 from msds_graphs.errors import GraphError
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
@@ -324,9 +325,10 @@ def check_digests(folder: Path, wanted: bool | None, *, progress: bool | None) -
 
 def checked_plan(plan: Plan) -> Plan:
     """The plan, if every op it names exists and has the implementation; OptionError otherwise."""
+    known = {**IMPLEMENTATIONS, "exchange": exchange_limits.IMPLEMENTATIONS}
     for op, implementation in plan.impl:
-        if op not in IMPLEMENTATIONS:
-            raise OptionError(f"plan names op {op!r}: the ops with a choice are {', '.join(IMPLEMENTATIONS)}")
-        if implementation not in IMPLEMENTATIONS[op]:
-            raise OptionError(f"op {op} has no {implementation!r} implementation: use {', '.join(IMPLEMENTATIONS[op])}")
+        if op not in known:
+            raise OptionError(f"plan names op {op!r}: the ops with a choice are {', '.join(known)}")
+        if implementation not in known[op]:
+            raise OptionError(f"op {op} has no {implementation!r} implementation: use {', '.join(known[op])}")
     return plan

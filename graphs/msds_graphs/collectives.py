@@ -22,6 +22,8 @@ from msds_graphs.ranks import COLLECTIVE_AXES, Ranks
 
 _CARRIED = (ms.int32, ms.bool_, ms.bfloat16)
 """What the CPU's AllReduce does not add; float32 holds it."""
+HCCL_BUFFER_MB = 200
+"""Each of the two buffers of a communication group on Ascend, where nothing else is set."""
 
 
 def group_name(axis: str, ranks: Ranks) -> str:
@@ -29,10 +31,11 @@ def group_name(axis: str, ranks: Ranks) -> str:
     return ranks.place(axis).group
 
 
-def create_groups(ranks: Ranks) -> None:
+def create_groups(ranks: Ranks, exchange_buffer: int = 0) -> None:
     """Create the groups that this rank is in; every rank calls it once per process, after `init`.
 
     Members meet in the creation, so the order of the axes is the same everywhere. Groups of one rank are not made.
+    exchange_buffer: bytes that steps want of each buffer of the group "exchange"; HCCL's default is the least.
     """
     from mindspore.communication import create_group, get_group_size, get_rank
 
@@ -45,8 +48,18 @@ def create_groups(ranks: Ranks) -> None:
     for axis in COLLECTIVE_AXES:
         place = ranks.place(axis)
         if len(place.members) > 1 and place.group not in created:
-            create_group(place.group, list(place.members))
+            options = _buffers(exchange_buffer) if axis == "exchange" else None
+            create_group(place.group, list(place.members), options)
             created.add(place.group)
+
+
+def _buffers(nbytes: int) -> Any:
+    """Options of a group on Ascend whose two buffers have so many bytes each, and no less than they would have."""
+    from mindspore._c_expression import GroupOptions
+
+    options = GroupOptions()
+    options.hccl_config = {"hccl_buffer_size": max(HCCL_BUFFER_MB, -(-nbytes >> 20))}
+    return options
 
 
 def all_reduce(x: Tensor, axis: str, ranks: Ranks) -> Tensor:

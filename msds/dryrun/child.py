@@ -61,7 +61,7 @@ class DeclaredModel:
 
 def compile_job(job: Job) -> dict[str, Any]:
     """Compile what the job says; what `msds.dryrun.ranks.RankReport` reads. Errors of graphs are in it."""
-    ranks = Ranks(job.shards, job.rank, native=True)
+    ranks = job.ranks
     simulate.start()
     steps = list(_layouts(job) if job.layouts else _steps(job, ranks))
     return {
@@ -75,7 +75,7 @@ def compile_job(job: Job) -> dict[str, Any]:
 
 def _steps(job: Job, ranks: Ranks) -> Iterator[dict[str, Any]]:
     """The steps that serving would run on this rank."""
-    create_groups(ranks)
+    create_groups(ranks, job.exchange_buffer)
     demand = job.demand
     functions = model_functions(demand.config)
     params = simulate.declare(job.local_weights(), "params")

@@ -21,7 +21,7 @@ from msds.models.specs.parts import (
 )
 from msds.models.specs.placement import ExpertPlacement
 from msds.models.specs.rules import check_plan, is_executed
-from msds.planning.collectives import STEPS
+from msds.planning.collectives import STEPS, exchange_buffer_bytes
 from msds.planning.demand import DTYPES, Demand, make_demand
 from msds.weights import held_spec
 from msds_graphs.plan import Plan
@@ -96,6 +96,17 @@ class Job:
         return spread_experts(self.demand.config, self.shards, self.num_redundant_experts, nodes=nodes)
 
     @property
+    def ranks(self) -> Ranks:
+        """The rank that is compiled, on the mesh's hardware."""
+        return Ranks(self.shards, self.rank, self.demand.mesh.hardware.kind)
+
+    @property
+    def exchange_buffer(self) -> int:
+        """Bytes of each buffer of the group that exchanges tokens, for all shapes that serving compiles."""
+        prefill, decode = self.ladders
+        return exchange_buffer_bytes(self.demand, self.shards, (*prefill, *decode))
+
+    @property
     def texts(self) -> int:
         """Sequences of one replica's decode step."""
         return self.shards.replica_share(self.demand.texts)
@@ -127,7 +138,7 @@ class Job:
 
     def local_weights(self) -> Tree:
         """The specs of what this rank binds: the shapes that it loads, and the tables of placements."""
-        plan = Plan(ranks=Ranks(self.shards, self.rank, native=True))
+        plan = Plan(ranks=self.ranks)
         return _as_specs(held_spec(self.demand.config, self.demand.dtype, plan, self.placements))
 
     def local_cache(self) -> Tree:
@@ -135,7 +146,7 @@ class Job:
         demand = self.demand
         specs = model_specs(demand.config)
         tree = specs.cache_spec(demand.config, self.num_blocks, demand.engine.block_size, demand.dtype)
-        return local_specs(tree, rank_parts(tree, demand.config, Ranks(self.shards, self.rank, native=True)))
+        return local_specs(tree, rank_parts(tree, demand.config, self.ranks))
 
 
 @lru_cache(maxsize=16)

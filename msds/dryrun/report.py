@@ -119,6 +119,9 @@ class DryRunReport:
         if planned is not None:
             size = f"{planned.needed / 2**30:.1f} GiB of {planned.budget / 2**30:.1f} on the fullest rank"
             yield f"- the planner's estimate of memory: {size}, it {'fits' if planned.fits else 'DOES NOT FIT'}"
+        if job.exchange_buffer:
+            size = f"{job.exchange_buffer / 2**20:.0f} MiB"
+            yield f"- tokens go to their experts by operators of Ascend, whose group wants two buffers of {size}"
         uncompiled = job.shards.ranks - len(self.ranks)
         if uncompiled:
             yield f"- {uncompiled} of {job.shards.ranks} ranks were not compiled: their slices are like those above"
@@ -190,7 +193,8 @@ def _step_lines(job: Job, rank: RankReport, step: StepReport) -> Iterator[str]:
     reasons: dict[tuple[Any, ...], list[str]] = {}
     for rule in rules(job.demand, job.shards, step.name, step.bucket):
         key = rule.kind, rank.groups[rule.axis][1], rule.dtype, rule.shape, rule.result
-        reasons.setdefault(key, []).append(rule.what)
+        sent = f", {rule.sent / 2**20:.3f} MiB sent" if rule.sent else ""
+        reasons.setdefault(key, []).append(rule.what + sent)
     yield f"{step.label}, rank {rank.rank}: {len(step.collectives)} collectives"
     for item in _grouped(rank, step):
         places = _places_text(item["places"])

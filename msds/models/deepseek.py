@@ -28,13 +28,21 @@ from msds.models.specs.deepseek import derive as derive
 from msds.models.specs.deepseek import derived_spec as derived_spec
 from msds.models.specs.deepseek import spec as spec
 from msds_graphs.collectives import after, all_gather, all_reduce, reduce_scatter
+from msds_graphs.exchange import combine, dispatch, exchange_form
 from msds_graphs.plan import Plan
 from msds_graphs.ranks import Ranks
 from msds_ops.attention import attend, attend_latent, attention_bias, causal_mask
 from msds_ops.cache import cache_add, cache_read, cache_write, context_mask, context_slots
 from msds_ops.iota import iota
 from msds_ops.linear import linear, linear_float32, swiglu_mlp
-from msds_ops.moe import count_chosen, moe_experts, scores_from_logits, select_groups, top_experts
+from msds_ops.moe import (
+    count_chosen,
+    moe_experts,
+    moe_experts_sorted,
+    scores_from_logits,
+    select_groups,
+    top_experts,
+)
 from msds_ops.norm import rms_norm
 from msds_ops.rope import rope_cos_sin, rotate
 
@@ -234,7 +242,14 @@ def _shared_by_expanded(params: Params, batch: Batch, config: DeepseekConfig) ->
     return {
         "rope": _rope(config, batch["positions"]),
         "bias": attention_bias(mask, _num_heads(params, config)),
+        "is_real": _is_real(batch),
     }
+
+
+def _is_real(batch: Batch) -> Tensor:
+    """Which tokens [T] are no padding."""
+    index = iota(batch["tokens"].shape[1]).expand_dims(0)
+    return (index < batch["query_lens"].expand_dims(1)).reshape(-1)
 
 
 def _expanded_layer(
@@ -247,7 +262,7 @@ def _expanded_layer(
     sequences, _, queries, _ = shared["bias"].shape
     latent = _latent(attention, normed, rope, config).reshape(sequences, queries, -1)
     x = x + _attend_expanded(attention, q_nope, q_pe, latent, shared["bias"], config, plan)
-    y, routing = _mlp_with_routing(layer, x, config, plan)
+    y, routing = _mlp_with_routing(layer, x, shared["is_real"], config, plan)
     return x + y, routing
 
 
@@ -291,10 +306,10 @@ def _shared_by_layers(
         "new_slots": batch["slot_mapping"],
         "context_slots": slots,
         "bias": attention_bias(mask, _num_heads(params, config)),
+        "is_real": _is_real(batch),
     }
     if "expert_counts" in cache:
-        index = iota(batch["tokens"].shape[1]).expand_dims(0)
-        shared["is_counted"] = (index < batch["query_lens"].expand_dims(1)).reshape(-1)  # [T]
+        shared["counts_experts"] = True
     return shared
 
 
@@ -334,10 +349,10 @@ def _cached_layer(
     latent = cache_write(page["latent"], new, shared["new_slots"], plan.implementation("cache_write"))
     context = cache_read(latent, shared["context_slots"])  # [S, C, L + R]
     x = x + attention(params, q_nope, q_pe, context, shared["bias"], config, plan)
-    if "is_counted" in shared:
-        y, counts = _mlp_counted(layer, x, shared["is_counted"], config, plan)
+    if "counts_experts" in shared:
+        y, counts = _mlp_counted(layer, x, shared["is_real"], config, plan)
         return x + y, {"latent": latent}, counts
-    return x + _mlp(layer, x, config, plan), {"latent": latent}, ()
+    return x + _mlp(layer, x, shared["is_real"], config, plan), {"latent": latent}, ()
 
 
 # --- attention -----------------------------------------------------------------------------------------------
@@ -411,17 +426,17 @@ def _attend_absorbed(
 # --- feed-forward --------------------------------------------------------------------------------------------
 
 
-def _mlp(layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor:
-    """The feed-forward half of a layer, norm included: [T, D] -> [T, D]."""
+def _mlp(layer: Params, x: Tensor, is_real: Tensor, config: DeepseekConfig, plan: Plan) -> Tensor:
+    """The feed-forward half of a layer, norm included: [T, D], [T] -> [T, D]."""
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
         return cut_mlp(params, x, plan.ranks)
-    return _moe(params, x, _scores(params, x, config), config, plan)[0]
+    return _moe(params, x, is_real, _scores(params, x, config), config, plan)[0]
 
 
 def _mlp_with_routing(
-    layer: Params, x: Tensor, config: DeepseekConfig, plan: Plan
+    layer: Params, x: Tensor, is_real: Tensor, config: DeepseekConfig, plan: Plan
 ) -> tuple[Tensor, tuple[Params, ...]]:
     """`_mlp`, and the routing of a MoE layer. A function of its own: MindSpore warns of side effects in steps that
     write a cache beside a routing that nobody reads."""
@@ -430,21 +445,21 @@ def _mlp_with_routing(
     if "gate" not in params:
         return cut_mlp(params, x, plan.ranks), ()
     scores = _scores(params, x, config)
-    y, topk_idx = _moe(params, x, scores, config, plan)
+    y, topk_idx = _moe(params, x, is_real, scores, config, plan)
     return y, ({"scores": scores, "topk_idx": topk_idx},)
 
 
 def _mlp_counted(
-    layer: Params, x: Tensor, is_counted: Tensor, config: DeepseekConfig, plan: Plan
+    layer: Params, x: Tensor, is_real: Tensor, config: DeepseekConfig, plan: Plan
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """`_mlp`, and how often each expert was chosen [E] by the tokens that count, of all replicas; nothing of a dense
+    """`_mlp`, and how often each expert was chosen [E] by the tokens that are real, of all replicas; nothing of a dense
     layer."""
     params = layer["mlp"]
     x = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
     if "gate" not in params:
         return cut_mlp(params, x, plan.ranks), ()
-    y, topk_idx = _moe(params, x, _scores(params, x, config), config, plan)
-    chosen = ops.where(is_counted.expand_dims(-1), topk_idx, ops.full_like(topk_idx, config.n_routed_experts))
+    y, topk_idx = _moe(params, x, is_real, _scores(params, x, config), config, plan)
+    chosen = ops.where(is_real.expand_dims(-1), topk_idx, ops.full_like(topk_idx, config.n_routed_experts))
     chosen = all_gather(after(chosen, y, plan.ranks), "dp", 0, plan.ranks)
     return after(y, chosen, plan.ranks), (count_chosen(chosen, config.n_routed_experts),)
 
@@ -453,52 +468,91 @@ def _scores(params: Params, x: Tensor, config: DeepseekConfig) -> Tensor:
     return scores_from_logits(linear_float32(params["gate"]["weight"], x), config.scoring_func)
 
 
-def _moe(params: Params, x: Tensor, scores: Tensor, config: DeepseekConfig, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Routed and shared experts: [T, D], [T, E] -> [T, D], and the experts that were chosen [T, K]."""
+def _moe(
+    params: Params, x: Tensor, is_real: Tensor, scores: Tensor, config: DeepseekConfig, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Routed and shared experts: [T, D], [T], [T, E] -> [T, D], and the experts that were chosen [T, K]."""
     topk_idx, weights = route(params["gate"], scores, config)
-    y = _routed(params, x, topk_idx, weights, plan)
+    y = _routed(params["experts"], x, is_real, topk_idx, weights, plan)
     if config.n_shared_experts:
         y = y + swiglu_mlp(params["shared_experts"], x)
     return all_reduce(y, "tp", plan.ranks), topk_idx
 
 
-def _routed(params: Params, x: Tensor, topk_idx: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """The chosen experts of each token: [T, D], two [T, K] -> [T, D]; its sum over tp where the model is cut.
+def _routed(experts: Params, x: Tensor, is_real: Tensor, topk_idx: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """The chosen experts of each token: [T, D], [T], two [T, K] -> [T, D]; its sum over tp where the model is cut.
 
-    The tokens of all replicas come together, each rank computes the pairs of its experts, and a replica gets back the
-    sums of its own tokens.
+    Where ranks are many, either tokens go to the ranks of their experts (`_exchanged`), or the tokens of all replicas
+    come together, each rank computes the pairs of its experts, and a replica gets back the sums of its own tokens.
     """
     ranks, impl = plan.ranks, plan.implementation("moe_experts")
     if ranks.size("stage") == 1:
-        return moe_experts(x, topk_idx, weights, params["experts"], impl)
-    chosen = topk_idx.shape[1]
+        return moe_experts(x, topk_idx, weights, experts, impl)
+    chosen, slots = topk_idx.shape[1], experts["gate_proj"].shape[0] * ranks.size("ep")
+    exchange, size = plan.implementation("exchange"), ranks.size("exchange")
+    form = exchange_form(exchange, ranks.machine, size, x.shape[0], x.shape[1], chosen, slots, x.dtype)
+    if form != "gathered":
+        return _exchanged(experts, x, is_real, topk_idx, weights, plan, form)
     x = all_gather(x, "dp", 0, ranks)
     if ranks.size("dp") > 1:
         routing = ops.concat((topk_idx.astype(ms.float32), weights.astype(ms.float32)), 1)
         routing = all_gather(after(routing, x, ranks), "dp", 0, ranks)
         topk_idx, weights = routing[:, :chosen].astype(ms.int32), routing[:, chosen:]
-    slots = local_slots(topk_idx, params["experts"], ranks)
-    y = moe_experts(x, slots, weights, params["experts"], impl, True)
+    slots = local_slots(topk_idx, experts, ranks)
+    y = moe_experts(x, slots, weights, experts, impl, True)
     return reduce_scatter(y, "dp", 0, ranks)
+
+
+def _exchanged(
+    experts: Params, x: Tensor, is_real: Tensor, topk_idx: Tensor, weights: Tensor, plan: Plan, form: str
+) -> Tensor:
+    """`_routed` by sending each token to the ranks that hold its experts; by default grouped products follow Ascend's
+    operators."""
+    ranks, held, impl = plan.ranks, experts["gate_proj"].shape[0], plan.implementation("moe_experts")
+    impl = "primitive" if form == "operators" and impl == "portable" else impl
+    slots = sent_slots(topk_idx, is_real, experts, ranks)
+    weights = weights.astype(ms.float32)
+    rows, counts, way_back = dispatch(x, slots, weights, held, ranks, form)
+    rows = moe_experts_sorted(rows, counts, experts, impl)
+    return combine(rows, slots, weights, held, way_back, ranks, form)
+
+
+def sent_slots(topk_idx: Tensor, is_real: Tensor, experts: Params, ranks: Ranks) -> Tensor:
+    """Which slots, counted over all ranks, each token of this replica goes to: [T, K], [T] -> [T, K], all int32.
+
+    Padding goes along, since nothing masks it, but to the slots of its own rank, and the next ones where these are
+    fewer than K. What comes of it is not read; sent where it asks, all of it would ask for the same experts.
+    """
+    held = experts["gate_proj"].shape[0]
+    slots = _slots(topk_idx, experts, ranks.index("dp") * topk_idx.shape[0])
+    at_home = (iota(topk_idx.shape[1]) + ranks.index("ep") * held) % (held * ranks.size("ep"))
+    return ops.where(is_real.expand_dims(-1), slots, at_home.expand_dims(0))
 
 
 def local_slots(topk_idx: Tensor, experts: Params, ranks: Ranks) -> Tensor:
     """Where this rank holds the chosen experts: [T, K] int32 -> [T, K] int32, as many as it holds for those of others.
 
-    Without a placement rank r of ep holds the r-th run of experts. With one (`slot_table`, `num_replicas`), an
-    expert's pairs are dealt to its replicas by token.
+    topk_idx: of all replicas, so that T counts tokens over all.
     """
     held = experts["gate_proj"].shape[0]
-    place = topk_idx
-    if "slot_table" in experts:
-        table, flat = experts["slot_table"], topk_idx.reshape(-1)  # [E, R]
-        token = iota(flat.shape[0]) // topk_idx.shape[1]
-        count = ops.gather(experts["num_replicas"], flat, 0)
-        replica = token - token // count * count
-        place = ops.gather(table.reshape(-1), flat * table.shape[1] + replica, 0).reshape(topk_idx.shape)
-    slot = place - ranks.index("ep") * held
+    slot = _slots(topk_idx, experts, 0) - ranks.index("ep") * held
     is_here = ops.logical_and(slot >= 0, slot < held)
     return ops.where(is_here, slot, ops.full_like(slot, held))
+
+
+def _slots(topk_idx: Tensor, experts: Params, first: int) -> Tensor:
+    """The slots of the chosen experts, counted over all ranks of ep: [T, K] int32 -> [T, K] int32.
+
+    Without a placement rank r of ep holds the r-th run of experts. With one (`slot_table`, `num_replicas`), an
+    expert's pairs are dealt to its replicas by token; `first` is the number of the first token.
+    """
+    if "slot_table" not in experts:
+        return topk_idx
+    table, flat = experts["slot_table"], topk_idx.reshape(-1)  # [E, R]
+    token = iota(flat.shape[0]) // topk_idx.shape[1] + first
+    count = ops.gather(experts["num_replicas"], flat, 0)
+    replica = token - token // count * count
+    return ops.gather(table.reshape(-1), flat * table.shape[1] + replica, 0).reshape(topk_idx.shape)
 
 
 def route(gate: Params, scores: Tensor, config: DeepseekConfig) -> tuple[Tensor, Tensor]:

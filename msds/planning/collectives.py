@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from msds.config import DeepseekConfig
 from msds.errors import OptionError
-from msds.planning.demand import Demand
+from msds.planning.demand import Demand, num_experts
+from msds_graphs.exchange_limits import buffer_bytes, plan_refusal, received_rows, step_refusal
 from msds_graphs.sharding import ShardPlan
 from msds_graphs.specs import ITEM_SIZES
 
@@ -32,7 +33,12 @@ def place_of(parameter: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """`count` collectives of one kind at each of `places`. shape: what goes in on each rank; result: what comes out."""
+    """`count` collectives of one kind at each of `places`. shape: what goes in on each rank; result: what comes out.
+
+    sent: bytes that each rank sends, its own part included, where these do not say it: of an exchange the rows of
+    chosen pairs, one per expert of a token, which even routing deals alike to all ranks. They are as many in any
+    routing; what a rank receives may be up to `result`.
+    """
 
     what: str
     kind: str
@@ -42,6 +48,7 @@ class Rule:
     result: tuple[int, ...]
     places: tuple[str, ...]
     count: int = 1
+    sent: int = 0
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -121,32 +128,77 @@ def _logits(demand: Demand, plan: ShardPlan, rows: int) -> Rule:
     )
 
 
+def exchange_refusal(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int]) -> str:
+    """Why the experts of a step are not reached by Ascend's operators; "" if they are."""
+    config, machine = demand.config, demand.mesh.hardware.kind
+    assert isinstance(config, DeepseekConfig)
+    sizes = config.hidden_size, config.num_experts_per_tok, _slots(demand)
+    return plan_refusal(machine, plan) or step_refusal(machine, plan.ep, _tokens(bucket), *sizes, demand.dtype)
+
+
+def exchange_buffer_bytes(demand: Demand, plan: ShardPlan, buckets: Iterable[Mapping[str, int]]) -> int:
+    """What steps of these buckets want of each buffer of the group that exchanges tokens; 0 if none does."""
+    config = demand.config
+    if not isinstance(config, DeepseekConfig) or not config.n_routed_experts:
+        return 0
+    tokens = [_tokens(bucket) for bucket in buckets if not exchange_refusal(demand, plan, bucket)]
+    if not tokens:
+        return 0
+    sizes = config.hidden_size, config.num_experts_per_tok, _slots(demand)
+    return buffer_bytes(demand.mesh.hardware.kind, plan.ep, max(tokens), *sizes)
+
+
 def _expert_rules(
     demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], layers: tuple[str, ...]
 ) -> Iterator[Rule]:
-    """Replicas share experts: all see the tokens of all, and each gets the sums of its own back.
+    """Replicas share experts: tokens go to the ranks of their experts and back, where Ascend's operators may be used;
+    else all see the tokens of all, and each gets the sums of its own back.
 
     What the ranks of a replica add up to is the layer's sum over tp, shared experts included.
     """
-    config, dp, tokens = demand.config, plan.dp, bucket["S"] * bucket["Q"]
+    config, dp, tokens = demand.config, plan.dp, _tokens(bucket)
     assert isinstance(config, DeepseekConfig)
-    own, whole = (tokens, config.hidden_size), (dp * tokens, config.hidden_size)
-    chosen = 2 * config.num_experts_per_tok  # ids and weights, side by side
+    hidden, chosen = config.hidden_size, config.num_experts_per_tok
+    own, whole = (tokens, hidden), (dp * tokens, hidden)
+    routing = 2 * chosen  # ids and weights, side by side
 
-    def rule(what: str, kind: str, dtype: str, shape: tuple[int, int], result: tuple[int, int]) -> Rule:
-        return Rule(what=what, kind=kind, axis="dp", dtype=dtype, shape=shape, result=result, places=layers)
+    def rule(
+        what: str,
+        kind: str,
+        dtype: str,
+        shape: tuple[int, int],
+        result: tuple[int, int],
+        axis: str = "dp",
+        sent: int = 0,
+    ) -> Rule:
+        return Rule(what=what, kind=kind, axis=axis, dtype=dtype, shape=shape, result=result, places=layers, sent=sent)
 
-    yield rule("tokens to experts", "all_gather", demand.dtype, own, whole)
-    yield rule("their routing", "all_gather", "float32", (tokens, chosen), (dp * tokens, chosen))
-    yield rule("experts to tokens", "reduce_scatter", demand.dtype, whole, own)
+    if not exchange_refusal(demand, plan, bucket):
+        rows = received_rows(plan.ep, tokens, chosen, _slots(demand)), hidden
+        sent = tokens * chosen * hidden * ITEM_SIZES[demand.dtype]
+        yield rule("tokens to their experts", "dispatch", demand.dtype, own, rows, "exchange", sent)
+        yield rule("experts to tokens", "combine", demand.dtype, rows, own, "exchange", sent)
+    else:
+        yield rule("tokens to experts", "all_gather", demand.dtype, own, whole)
+        yield rule("their routing", "all_gather", "float32", (tokens, routing), (dp * tokens, routing))
+        yield rule("experts to tokens", "reduce_scatter", demand.dtype, whole, own)
     if demand.balances:
-        chosen = config.num_experts_per_tok
         yield rule("choices to count", "all_gather", "int32", (tokens, chosen), (dp * tokens, chosen))
+
+
+def _slots(demand: Demand) -> int:
+    """Places for experts of all ranks."""
+    return num_experts(demand.config) + demand.engine.num_redundant_experts
+
+
+def _tokens(bucket: Mapping[str, int]) -> int:
+    """Of a replica's step."""
+    return bucket["S"] * bucket["Q"]
 
 
 def _sum(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], what: str, places: tuple[str, ...]) -> Rule:
     """A sum over the ranks of a replica, of every token."""
-    shape = (bucket["S"] * bucket["Q"], demand.config.hidden_size)
+    shape = (_tokens(bucket), demand.config.hidden_size)
     return Rule(what=what, kind="all_reduce", axis="tp", dtype=demand.dtype, shape=shape, result=shape, places=places)
 
 

@@ -22,11 +22,28 @@ class Links:
 
     def seconds(self, rule: Rule) -> float:
         """One collective of a rule. CPUs have the sum alone, and the functions make the others of it."""
+        if rule.kind in ("dispatch", "combine"):
+            return self._exchange(rule.sent)
         sent, received = rule.nbytes
         whole = max(sent, received)
         if rule.kind == "all_reduce" or self._mesh.hardware.kind == "cpu":
             return self._passes(rule.axis, whole, 2)  # scattered, then gathered
         return self._passes(rule.axis, whole, 1)
+
+    def _exchange(self, sent: int) -> float:
+        """Each rank sends to each rank of `ep` an equal share of so many bytes, and gets as much from it; to other
+        nodes at the same time as within its own, over other links.
+
+        A token crosses to a node once per expert that it has there. Servers of A2 can be told to send it once and pass
+        it on inside (HCCL_INTRA_PCIE_ENABLE, CANN's "layered"); that is not counted.
+        """
+        ranks = math.prod(size for size, _ in self._levels_of("ep"))
+        seconds, near = 0.0, 1
+        for size, link in self._levels_of("ep"):
+            share = (size - 1) * near / ranks
+            seconds = max(seconds, link.latency + share * sent / (link.bandwidth * LINK_SHARE))
+            near *= size
+        return seconds
 
     def hand_over(self, size: float) -> float:
         """Sending `size` bytes from a rank to the same one of the next pipeline stage."""

@@ -12,9 +12,11 @@ from msds.config import DeepseekConfig, max_context
 from msds.errors import OptionError
 from msds.models.specs.parts import check_redundant, moe_layers
 from msds.models.specs.rules import check_plan
+from msds.planning.collectives import exchange_buffer_bytes
 from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
 from msds.planning.demand import Demand, num_experts
 from msds.planning.links import Links
+from msds_graphs.exchange_limits import plan_refusal
 from msds_graphs.sharding import PlacedLeaf, ShardPlan, held_leaves, shard, stage_layers
 from msds_graphs.specs import ITEM_SIZES, ArraySpec
 
@@ -149,7 +151,7 @@ class Ledger:
             num_blocks=1 + texts * demand.engine.blocks_per_text(max_model_len),
             activations=activation_bytes(demand, self.plan, texts, max_model_len),
             runtime=runtime_bytes(demand, self.plan, together, max_model_len),
-            communication=communication_bytes(demand, self.plan),
+            communication=communication_bytes(demand, self.plan, together, max_model_len),
             budget=demand.budget_bytes,
             counted=not demand.is_cpu,
         )
@@ -232,15 +234,20 @@ def runtime_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: in
     return (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES + RUNTIME_BYTES
 
 
-def communication_bytes(demand: Demand, plan: ShardPlan) -> int:
-    """Buffers of a rank's communication domains: the world's, and one per axis of several ranks. Estimate."""
+def communication_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
+    """Buffers of a rank's communication domains: the world's, one per axis of several ranks, and that of tokens that go
+    to their experts, as large as steps of up to `texts` texts want it. Estimate."""
     if demand.mesh.ranks == 1:
         return 0
     sizes = plan.sizes()
     axes = [sizes["tp"], sizes["dp"], plan.pp]
+    exchange = 0
     if num_experts(demand.config):
         axes += [sizes["ep"], sizes["ep_rest"]]
-    return DOMAIN_BYTES * (1 + sum(size > 1 for size in axes))
+        if not plan_refusal(demand.mesh.hardware.kind, plan):
+            prefill, decode = demand.ladders(max_model_len, texts)
+            exchange = max(DOMAIN_BYTES, 2 * exchange_buffer_bytes(demand, plan, (*prefill, *decode)))
+    return DOMAIN_BYTES * (1 + sum(size > 1 for size in axes)) + exchange
 
 
 def activation_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msds.errors import OptionError
 from msds.models.specs.rules import is_executed
+from msds.planning.collectives import exchange_refusal
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
 from msds.planning.remedies import remedies
@@ -52,6 +53,14 @@ def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
     )
 
 
+def _way_to_experts(demand: Demand, plan: ShardPlan) -> str:
+    bucket = {"S": -(-demand.texts // plan.dp), "Q": 1 + demand.mtp}
+    refusal = exchange_refusal(demand, plan, bucket)
+    if refusal:
+        return f"replicas gather each other's tokens for the experts, since {refusal}"
+    return "decode sends tokens to their experts by operators of Ascend, which were compiled but never run"
+
+
 def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
     plan, memory = chosen.plan, chosen.memory
     assert memory is not None
@@ -66,7 +75,7 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
     if demand.mesh.ranks > 1:
         yield (
             "which messages a step has, and their bytes, are those of the functions"
-            + (": replicas gather each other's tokens for the experts" if plan.dp > 1 and has_experts else "")
+            + (f": {_way_to_experts(demand, plan)}" if plan.dp > 1 and has_experts else "")
             + "; their seconds, and all others, are estimates"
         )
     if demand.texts % plan.dp:

@@ -1,6 +1,7 @@
 """Mixture of experts: routing and the expert products (DeepSeekMoE, Dai et al. 2024; DeepSeek-V3, section 2.1.2).
 
-T tokens, D features, E experts, G groups, K experts per token, I expert width, N row blocks of M rows.
+T tokens, D features, E experts, G groups, K experts per token, I expert width, N row blocks of M rows, A rows that are
+sorted by expert already.
 
 Top-k is done by rank: the rank of a score is how many beat it, ties going to the lower index. It needs comparisons
 only, is the same on every device, and the built-in top-k costs milliseconds per call on a CPU.
@@ -12,6 +13,7 @@ import mindspore as ms
 import numpy as np
 import numpy.typing as npt
 from mindspore import Tensor, ops
+from mindspore.ops.auto_generate import GroupedMatmulV4
 from mindspore.ops.primitive import constexpr
 
 from msds_ops.iota import iota
@@ -19,6 +21,7 @@ from msds_ops.iota import iota
 Array: TypeAlias = npt.NDArray[Any]
 
 _bmm_nt = ops.BatchMatMul(transpose_b=True)
+_grouped_matmul = GroupedMatmulV4()
 
 NEGATIVE_INFINITY = float("-inf")
 
@@ -88,6 +91,34 @@ def moe_experts(
     if impl == "reference":
         return _experts_dense(x, topk_idx, weights, node)
     return _experts_blocked(x, topk_idx, weights, node, partial)
+
+
+def moe_experts_sorted(rows: Tensor, counts: Tensor, node: dict[str, Tensor], impl: str) -> Tensor:
+    """SwiGLU expert_e(row) of rows that come sorted by expert: [A, D], counts [E] int64 of each expert's -> [A, D].
+
+    Rows behind the counted ones mean nothing, and neither does what comes of them. `primitive`: one grouped product of
+    Ascend per projection, which reads the experts that have rows; compiled without hardware, never run on an NPU, and
+    whether turning the weights is a view there or a copy is not known. Others: as `moe_experts`.
+    """
+    if impl == "primitive":
+        gate = _grouped(rows, counts, node["gate_proj"])
+        return _grouped(ops.silu(gate) * _grouped(rows, counts, node["up_proj"]), counts, node["down_proj"])
+    expert = expert_of_rows(counts, rows.shape[0])
+    return moe_experts(rows, expert.expand_dims(-1), ops.ones((rows.shape[0], 1), rows.dtype), node, impl, True)
+
+
+def expert_of_rows(counts: Tensor, num_rows: int) -> Tensor:
+    """Whose each of A sorted rows is: counts [E] -> [A] int32, E for rows behind the counted ones."""
+    end = ops.cumsum(counts.astype(ms.int32), 0)
+    return (iota(num_rows).expand_dims(-1) >= end).astype(ms.int32).sum(-1, dtype=ms.int32)
+
+
+def _grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    """[A, I], counts [E], weight [E, O, I] -> [A, O]."""
+    turned = weight.swapaxes(1, 2)
+    # one tensor in, one out (3), grouped along rows (0), by counts and not running sums (1)
+    groups = (None, None, None, None, None, None, counts, None, None, None, 3, 0, 1, 0, None)
+    return _grouped_matmul((rows,), (turned,), *groups)[0]
 
 
 def _experts_dense(x: Tensor, topk_idx: Tensor, weights: Tensor, node: dict[str, Tensor]) -> Tensor:
@@ -201,3 +232,14 @@ def moe_experts_numpy(
             g = gate[e].astype(np.float64) @ x[t]
             out[t] += share * (down[e].astype(np.float64) @ (g / (1 + np.exp(-g)) * (up[e].astype(np.float64) @ x[t])))
     return out
+
+
+def moe_experts_sorted_numpy(rows: Array, counts: Array, gate: Array, up: Array, down: Array) -> Array:
+    """`moe_experts_sorted` expert by expert in float64, of the counted rows: [sum of counts, D]."""
+    out, start = [], 0
+    for e, count in enumerate(counts):
+        x = np.asarray(rows[start : start + count], np.float64)
+        g = x @ gate[e].astype(np.float64).T
+        out.append((g / (1 + np.exp(-g)) * (x @ up[e].astype(np.float64).T)) @ down[e].astype(np.float64).T)
+        start += count
+    return np.concatenate(out)

@@ -7,6 +7,7 @@ from mindspore import ops
 
 from msds.dryrun import child
 from msds.models import cut, deepseek
+from msds_graphs import exchange
 from msds_graphs.collectives import all_gather, all_reduce
 
 
@@ -25,6 +26,21 @@ def summed_twice(x, axis, ranks):
 def gathered_wide(x, axis, dim, ranks):
     """Tokens that travel in float32."""
     return all_gather(x.astype(ms.float32), axis, dim, ranks).astype(x.dtype)
+
+
+def always_gathered(impl, machine, ranks, tokens, hidden, chosen, slots, dtype):
+    """Tokens that do not go to their experts where they could."""
+    return "gathered"
+
+
+def sent_among_others(x, slots, weights, held, ranks):
+    """Tokens that are sent in the group that other collectives use."""
+    a3 = 1 if ranks.machine == "a3" else 0
+    size, group = ranks.size("ep"), ranks.group("ep")
+    made = exchange._dispatch(
+        x, slots, size, ranks.index("ep"), held * size, weights, None, None, group, None, 0, 0, 0, a3, 0, 0, 0, 1
+    )
+    return made[0], made[3], (made[2], made[4], made[6])
 
 
 def of_all_heads(params, config):
@@ -59,6 +75,10 @@ match os.environ["BREAK"]:
         deepseek.all_gather = gathered_wide
     case "whole heads":
         deepseek._num_heads = of_all_heads
+    case "experts without an exchange":
+        deepseek.exchange_form = always_gathered
+    case "exchange among others":
+        exchange._dispatch_by_operator = sent_among_others
     case "value":
         child._steps = value_is_read
     case "run":

@@ -30,7 +30,7 @@ def tiny_job(model: str, mesh: str, plan: str, **options: Any) -> Job:
 
 def made_report(job: Job, rank: int) -> RankReport:
     """What a rank would report that compiled exactly what the rules say, layer after layer."""
-    ranks = Ranks(job.shards, rank, native=True)
+    ranks = Ranks(job.shards, rank, job.demand.mesh.hardware.kind)
     groups = {axis: (ranks.group(axis), ranks.place(axis).members) for axis in COLLECTIVE_AXES}
     held = {path: (piece.dtype, piece.shape) for path, piece in job.weights(rank).items()}
     steps = []

@@ -14,13 +14,21 @@ from msds.planning.collectives import place_of
 from tests.dryrun.made import config_file, made_report, tiny_job, with_step
 from tests.reference.variants import LLAMA
 
-PLANS = ("dp2.tp2.ep4", "tp4.ep2", "dp4.ep4", "tp4", "dp2.tp2")
+PLANS = {
+    "dp2.tp2.ep4": "a2:4",
+    "tp4.ep2": "a2:4",
+    "dp4.ep4": "a2:4",
+    "tp4": "a2:4",
+    "dp2.tp2": "a2:4",
+    "dp16.ep16": "a2:16",
+}
+"""With their meshes; of each, four ranks are looked at."""
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     model = config_file(tmp_path_factory.mktemp("tiny"))
-    return {plan: tiny_job(model, "a2:4", plan) for plan in PLANS}
+    return {plan: tiny_job(model, mesh, plan) for plan, mesh in PLANS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,7 @@ def test_nothing_is_found_where_nothing_is_wrong(jobs, made, plan):
     )
 
 
-@given(st.sampled_from(PLANS), st.integers(0, 3), st.integers(0, 2), st.integers(0, 1 << 30))
+@given(st.sampled_from(list(PLANS)), st.integers(0, 3), st.integers(0, 2), st.integers(0, 1 << 30))
 def test_a_missing_collective_is_found(jobs, made, plan, rank, index, choice):
     job, reports = jobs[plan], list(made[plan])
     step = reports[rank].steps[index]
@@ -57,7 +65,7 @@ def test_a_missing_collective_is_found(jobs, made, plan, rank, index, choice):
     assert lost.kind in text
 
 
-@given(st.sampled_from(PLANS), st.integers(0, 2), st.integers(0, 1 << 30))
+@given(st.sampled_from(list(PLANS)), st.integers(0, 2), st.integers(0, 1 << 30))
 def test_a_collective_too_many_on_all_ranks_is_found(jobs, made, plan, index, choice):
     job = jobs[plan]
     reports = []
@@ -69,7 +77,7 @@ def test_a_collective_too_many_on_all_ranks_is_found(jobs, made, plan, index, ch
     assert len(next(iter(found.values()))) == 4
 
 
-@given(st.sampled_from(PLANS), st.integers(1, 3), st.randoms(use_true_random=False))
+@given(st.sampled_from(list(PLANS)), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_another_order_on_one_rank_is_found(jobs, made, plan, rank, shuffle: random.Random):
     job, reports = jobs[plan], list(made[plan])
     calls = list(reports[rank].steps[0].collectives)
@@ -145,6 +153,29 @@ def test_counting_gathers_the_choices_of_replicas(tmp_path):
             for call in before.collectives:
                 more.remove(call)
             assert [(call.kind, call.dtype, call.shape[1]) for call in more] == [("all_gather", "int32", 3)] * count
+
+
+def test_rules_of_an_exchange_by_hand(tmp_path):
+    """Each of 16 ranks holds one of 16 experts, so of 3 copies of a token it gets one: A = 16 * tokens."""
+    job = tiny_job(config_file(tmp_path), "a2:16", "dp16.ep16", mtp=0)
+    report = made_report(job, 5)
+    for step in report.steps[:2]:
+        tokens = step.bucket["S"] * step.bucket["Q"]
+        kinds = [(call.kind, call.shape, call.result) for call in step.collectives]
+        assert (
+            kinds[:4]
+            == [("dispatch", (tokens, 64), (16 * tokens, 64))] * 2 + [("combine", (16 * tokens, 64), (tokens, 64))] * 2
+        )
+        assert len(kinds) == 4 + 3  # and the results of replicas
+        assert report.axes[step.collectives[0].group] == "exchange"
+    balancing = {"eplb_step_interval": 9, "num_redundant_experts": 16}  # two slots on each rank
+    counting = made_report(tiny_job(config_file(tmp_path), "a2:16", "dp16.ep16", mtp=0, **balancing), 5).steps[1]
+    tokens = counting.bucket["S"] * counting.bucket["Q"]
+    sent = [call for call in counting.collectives if call.kind == "dispatch"]
+    assert [call.result for call in sent] == [(2 * 16 * tokens, 64)] * 2
+    assert sum(call.dtype == "int32" for call in counting.collectives) == 2
+    wide = tiny_job(config_file(tmp_path), "a2:16", "dp16.ep16", mtp=0, dtype="fp32")
+    assert {call.kind for call in made_report(wide, 0).steps[1].collectives} == {"all_gather", "reduce_scatter"}
 
 
 def test_rules_of_a_dense_family(tmp_path):

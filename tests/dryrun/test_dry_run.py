@@ -104,6 +104,49 @@ def test_experts_cut_in_width_and_a_padded_vocabulary(stubs, tmp_path):
     assert report.steps[0].collectives[-1].result == (512, 8)
 
 
+def test_tokens_are_sent_to_their_experts(model, stubs, stub_cache):
+    """dp16.ep16: the operators of Ascend in every layer with experts, in a group of their own, and no other message."""
+    report = dry_run(DryRunOptions(model=model, mesh="a2:16", plan="dp16.ep16", max_model_len=64, cache=stub_cache))
+    assert report.passed, report.render()
+    assert [rank.rank for rank in report.ranks] == [0, 15]
+    prefill, decode, draft, _ = json.loads(json.dumps(report.to_json()))["ranks"][1]["steps"]
+    for step, places in ((prefill, ("layers.1", "layers.2")), (decode, ("layers.1", "layers.2")), (draft, ("mtp.0",))):
+        bucket = step["bucket"]
+        own = [bucket["S"] * (1 if step is draft else bucket["Q"]), 64]
+        sent, back = (item for item in step["collectives"] if item["axis"] == "exchange")
+        assert (sent["kind"], sent["shape"], sent["result"]) == ("dispatch", own, [16 * own[0], 64])
+        assert (back["kind"], back["shape"], back["result"]) == ("combine", [16 * own[0], 64], own)
+        assert sent["places"] == back["places"] == dict.fromkeys(places, 1)
+        assert sent["ranks"] == list(range(16))
+        assert {item["places"].get("ends", 0) for item in step["collectives"]} <= {0, 1}
+    text = report.render()
+    assert "2 x dispatch over exchange (0-15) of bfloat16" in text
+    assert "MiB: 1 in each of 2 layers (tokens to their experts, " in text
+    assert "tokens go to their experts by operators of Ascend, whose group wants two buffers of" in text
+
+
+def test_tokens_are_sent_to_their_experts_on_a3(stubs, tmp_path):
+    model = config_file(tmp_path, hidden_size=7168)
+    job = tiny_job(model, "a3:8", "dp8.ep8", steps=("decode",), mtp=0)
+    report = compile_rank(replace(job, rank=3), stubs)
+    assert [check.faults for check in checks(job, [report])] == [()] * 4
+    assert [call.kind for call in report.steps[0].collectives if call.group.startswith("msds_exchange")] == [
+        *("dispatch", "combine", "dispatch", "combine"),
+    ]
+
+
+@pytest.mark.parametrize("what", ["experts without an exchange", "exchange among others"])
+def test_another_exchange_is_found(model, stubs, monkeypatch, what):
+    job = tiny_job(model, "a2:16", "dp16.ep16", steps=("decode",), mtp=0)
+    found = broken(job, stubs, monkeypatch, what)
+    assert set(found) == {"communicates as the plan says"}
+    faults = found["communicates as the plan says"]
+    assert {fault.partition(", ")[2].partition(":")[0] for fault in faults} == {"layers.1", "layers.2"}
+    assert any(
+        "0 dispatch over exchange" in fault and "the plan says 1 (tokens to their experts)" in fault for fault in faults
+    )
+
+
 def test_a_dense_family(stubs, tmp_path):
     job = tiny_job(config_file(tmp_path, LLAMA), "a2:2", "tp2")
     report = compile_rank(replace(job, rank=1), stubs)

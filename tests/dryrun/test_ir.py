@@ -53,6 +53,23 @@ def test_collectives_and_parameters():
     assert [call.nbytes for call in graph.collectives] == [4 * 64 * 2, 12 * 64 * 4, 12 * 64]
 
 
+EXCHANGE = """\
+  %5(made) = PrimFunc_MoeDistributeDispatch(%4, %3, I64(16), None, "msds_exchange_0_16_1", I64(1)) cnode_attrs: {a}
+      : (<Tensor[BFloat16], (4, 64)>, <Tensor[Int32], (4, 3)>, <Int64, NoShape>, <None, NoShape>, <String, NoShape>, \
+<Int64, NoShape>) -> (<Tuple[Tensor[BFloat16],Tensor[Float32]*2], TupleShape((64, 64), (64), (12))>)
+  %6(back) = PrimFunc_MoeDistributeCombine(%5, %3, "msds_exchange_0_16_1")
+      : (<Tensor[BFloat16], (64, 64)>, <Tensor[Int32], (4, 3)>, <String, NoShape>) -> (<Tensor[BFloat16], (4, 64)>)
+"""
+
+
+def test_the_operators_of_an_exchange():
+    """Of what dispatch gives, the rows; its group is an operand."""
+    sent, back = read_graph([*TEXT.splitlines()[:-1], *EXCHANGE.splitlines()]).collectives[-2:]
+    place = "params.layers.1.gate.bias"
+    assert sent == Collective("dispatch", "msds_exchange_0_16_1", "bfloat16", (4, 64), (64, 64), place)
+    assert back == Collective("combine", "msds_exchange_0_16_1", "bfloat16", (64, 64), (4, 64), place)
+
+
 @pytest.mark.parametrize("name", ["AlltoAllV", "Send", "Broadcast", "NeighborExchange_AllGatherV", "MatmulAllReduce"])
 def test_unknown_communication_is_refused(name):
     with pytest.raises(GraphError, match=name):

@@ -9,8 +9,11 @@ from msds_ops.moe import (
     block_shape,
     count_chosen,
     count_chosen_numpy,
+    expert_of_rows,
     moe_experts,
     moe_experts_numpy,
+    moe_experts_sorted,
+    moe_experts_sorted_numpy,
     place_pairs,
     rank_descending,
     scores_from_logits,
@@ -183,6 +186,46 @@ class TestExperts:
         slots = np.full((tokens, chosen), held, np.int32)
         for _, compiled in parts:
             assert (compiled(batch | {"x": broken, "idx": slots})["chosen"] == 0).all()
+
+    @pytest.mark.parametrize(("rows", "experts"), [(5, 8), (24, 4), (7, 1)])
+    def test_sorted_rows_equal_the_reference(self, rng, rows, experts):
+        """Experts without rows, all rows of one, none at all; what stands behind the counted rows is not a number."""
+        from msds_graphs.compile import compile
+        from msds_graphs.specs import ArraySpec
+
+        def step(node, donated, batch):
+            x, counts = batch["x"], batch["counts"]
+            dense = moe_experts_sorted(x, counts, node, "reference")
+            blocked = moe_experts_sorted(x, counts, node, "portable")
+            return {"dense": dense, "blocked": blocked, "expert": expert_of_rows(counts, x.shape[0])}, donated
+
+        shapes = {"gate_proj": (experts, 6, 8), "up_proj": (experts, 6, 8), "down_proj": (experts, 8, 6)}
+        node = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        x = rng.normal(size=(rows, 8)).astype(np.float32)
+        compiled = compile(step, bound=node, batch={"x": x, "counts": ArraySpec((experts,), "int64")})
+        some = np.bincount(rng.integers(0, experts, rows - 2), minlength=experts)
+        one = np.eye(experts, dtype=np.int64)[-1]
+        for counts in (some, rows * one, (rows - 1) * one[::-1], 0 * one):
+            total = counts.sum()
+            x[total:] = np.nan
+            got = compiled({"x": np.array(x), "counts": counts.astype(np.int64)})
+            want = moe_experts_sorted_numpy(x, counts, *node.values())
+            for form in ("dense", "blocked"):
+                np.testing.assert_allclose(got[form][:total], want, atol=1e-5 * np.abs(want).max(initial=1))
+            np.testing.assert_array_equal(got["expert"], np.repeat(np.arange(experts + 1), [*counts, rows - total]))
+            x = rng.normal(size=(rows, 8)).astype(np.float32)
+
+    def test_sorted_rows_are_what_pairs_are(self, rng):
+        """The two references agree: pairs sorted by expert, computed and put back."""
+        gate, up, down = (rng.normal(size=shape) for shape in ((4, 6, 8), (4, 6, 8), (4, 8, 6)))
+        x, weights = rng.normal(size=(5, 8)), rng.random((5, 2))
+        idx = np.stack([rng.permutation(4)[:2] for _ in range(5)])
+        order = np.argsort(idx.reshape(-1), kind="stable")
+        counts = np.bincount(idx.reshape(-1), minlength=4)
+        pairs = np.empty((10, 8))
+        pairs[order] = moe_experts_sorted_numpy(x[order // 2], counts, gate, up, down)
+        want = moe_experts_numpy(x, idx, weights, gate, up, down)
+        np.testing.assert_allclose((pairs.reshape(5, 2, 8) * weights[..., None]).sum(1), want)
 
     def test_grid_has_every_block_height(self):
         heights = {block_shape(tokens * chosen, experts)[0] for tokens, chosen, experts in GRID}

@@ -17,6 +17,7 @@ from msds.model import Model
 from msds.models.specs.parts import moe_layers
 from msds.models.specs.placement import ExpertPlacement, balance_experts
 from msds.weights import load_weights, stored_skips
+from msds_graphs.plan import Plan
 from msds_graphs.sharding import ShardPlan
 from msds_graphs.trees import Tree, tree_map
 
@@ -29,7 +30,8 @@ Arrays = dict[str, Any]
 class Case:
     """lengths: of the texts of each replica, at most two, none for an idle one, but not for all. spare: slots per rank
     beyond the experts' own, which makes placements be used and swapped, and experts be counted. updates: new weights
-    are put in after the steps. short: one layer, with experts where the model has any, and the MTP layers: half the
+    are put in after the steps. exchange: tokens go to the ranks of their experts as they would by Ascend's operators.
+    short: one layer, with experts where the model has any, and the MTP layers: half the
     time to compile."""
 
     variant: str
@@ -38,11 +40,18 @@ class Case:
     drafts: int = 0
     spare: int | None = None
     updates: bool = False
+    exchange: bool = False
     short: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.variant}-{self.plan}" + ("" if self.spare is None else f"-spare{self.spare}")
+        spare = "" if self.spare is None else f"-spare{self.spare}"
+        return f"{self.variant}-{self.plan}{spare}" + ("-exchange" if self.exchange else "")
+
+    @property
+    def implementations(self) -> Plan:
+        """Of the ops with a choice."""
+        return Plan({"exchange": "reference"} if self.exchange else {})
 
     @property
     def folder(self) -> str:
@@ -64,6 +73,9 @@ CASES = (
     Case("v3_base", "dp2.tp2.ep2", ((8, 2), ()), drafts=DRAFTS),
     Case("v3_attention_bias", "dp4.ep4", ((8,), (1, 3), (), (2,)), spare=2, updates=True),
     Case("v2_group_limited", "tp4.ep4"),
+    # within a block: a second draft beyond it attends to what padding wrote, which other experts compute here
+    Case("v3_base", "dp2.ep2", ((4, 3), (2,)), drafts=DRAFTS, spare=1, exchange=True),
+    Case("v3_base", "dp4.ep4", ((8,), (1, 3), (), (2,)), exchange=True),  # idle replicas, experts without tokens
     Case("llama_mha", "tp4"),
 )
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from msds_graphs.ranks import COLLECTIVE_AXES, Ranks
+from msds_graphs.ranks import Ranks
 from msds_graphs.sharding import ShardPlan
 
+AXES = ("tp", "dp", "ep", "ep_rest", "stage")
 PLANS = ("dp2.tp2.ep2", "dp4.ep2", "tp4.ep4")
 NAMES = ("sum", "gather", "gather_ids", "scatter", "exchange", "any")
 
@@ -25,7 +26,7 @@ def inputs(rank: int) -> dict[str, Any]:
 def expected(plan: str, rank: int) -> dict[str, Any]:
     """The definition of each collective on whole arrays."""
     ranks, out = Ranks(ShardPlan.parse(plan), rank), {}
-    for axis in COLLECTIVE_AXES:
+    for axis in AXES:
         place = ranks.place(axis)
         given = [inputs(member) for member in place.members]
         count, mine = len(given), place.position
@@ -50,7 +51,7 @@ def run(rank: int) -> dict[str, Any]:
         ranks = Ranks(ShardPlan.parse(plan), rank)
         create_groups(ranks)
         values = compile(_step(ranks), bound=(), batch=inputs(rank), name=f"collectives of {plan}")(inputs(rank))
-        keys = [f"{plan}/{axis}.{name}" for axis in COLLECTIVE_AXES for name in NAMES]
+        keys = [f"{plan}/{axis}.{name}" for axis in AXES for name in NAMES]
         out |= dict(zip(keys, values, strict=True))
     return out
 
@@ -61,7 +62,7 @@ def _step(ranks: Ranks) -> Any:
     def step(bound, donated, batch):  # type: ignore[no-untyped-def]  # parsed by MindSpore
         x, ids, flags = batch["x"], batch["ids"], batch["flags"]
         results = ()
-        for axis in ("tp", "dp", "ep", "ep_rest", "stage"):
+        for axis in AXES:
             total = all_reduce(x, axis, ranks)
             whole = all_gather(after(x, total, ranks), axis, 1, ranks)
             numbers = all_gather(after(ids, whole, ranks), axis, 0, ranks)

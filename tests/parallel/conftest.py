@@ -53,9 +53,9 @@ def _cut_vocabulary(source: Path, target: Path, size: int) -> None:
 
 @pytest.fixture(scope="session")
 def results(parallel_folders: Path) -> Results:
-    """results(name, rank) -> what a rank wrote for a case (or for the collectives); starts the job on first use."""
+    """results(name, rank) -> what a rank wrote for a case, `collectives` or `exchange`; starts the job on first use."""
     ran: set[int] = set()
-    sizes = {case.name: case.ranks for case in CASES} | {"collectives": 4}
+    sizes = {case.name: case.ranks for case in CASES} | {"collectives": 4, "exchange": 4}
 
     def of(name: str, rank: int) -> dict[str, Any]:
         if sizes[name] not in ran:

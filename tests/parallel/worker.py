@@ -29,12 +29,13 @@ def main(folder: Path) -> None:
     from msds_graphs.counter import compile_count
     from msds_graphs.ranks import Ranks
     from msds_graphs.sharding import ShardPlan
-    from tests.parallel import cases, collectives
+    from tests.parallel import cases, collectives, exchange
 
     init()
     rank, size = get_rank(), get_group_size()
     if size == 4:
         np.savez(folder / f"collectives.{rank}.npz", **collectives.run(rank))
+        np.savez(folder / f"exchange.{rank}.npz", **exchange.run(rank))
     for case in cases.CASES:
         if case.ranks != size:
             continue
@@ -46,6 +47,7 @@ def main(folder: Path) -> None:
         model = msds.load(
             path,
             mtp=bool(case.drafts),
+            plan=case.implementations,
             ranks=ranks,
             placements=cases.placements(settled, case, 0),
             progress=False,

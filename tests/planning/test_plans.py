@@ -70,6 +70,26 @@ def test_r1_in_bf16_fits_four_a2_nodes() -> None:
     assert planned("deepseek-r1", "a2:32").fits
 
 
+@pytest.mark.parametrize(
+    ("plan", "options", "note"),
+    [
+        (
+            "dp16.ep16",
+            {},
+            "decode sends tokens to their experts by operators of Ascend, which were compiled but never run",
+        ),
+        ("dp16.ep8", {}, "replicas gather each other's tokens for the experts, since ep is 8 and dp 16"),
+        (
+            "dp16.ep16",
+            {"concurrency": 16 * 300},
+            "for the experts, since 300 tokens per rank: on a2 the operators take",
+        ),
+    ],
+)
+def test_how_replicas_reach_experts_is_said(plan: str, options: dict[str, int], note: str) -> None:
+    assert any(note in text for text in planned("deepseek-r1", "a2:16", plan, quant="w8a8", **options).notes)
+
+
 def test_mtp_layers_are_counted_where_drafts_are_wanted() -> None:
     report = planned("deepseek-r1", "a2:16", "tp16.ep16", quant="w8a8", mtp=1)
     # the MTP layer's eh_proj stays bf16, and it has a cache layer of its own

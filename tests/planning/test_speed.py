@@ -86,8 +86,7 @@ def test_sums_over_a_node_by_hand() -> None:
 def test_tokens_to_experts_and_back_by_hand() -> None:
     """R1 over 16 replicas on two nodes, 4 texts each: every layer with experts gathers the bf16 tokens of all and their
     8 ids and weights in float32, and scatters the sums. One part comes from the other node, then 7 pairs of parts from
-    inside. Whatever ep is: the functions do not look at it. At the end all have the float32 logits, bf16 states and
-    whether these are finite, of all."""
+    inside. At the end all have the float32 logits, bf16 states and whether these are finite, of all."""
     node, between = 196e9 * LINK_SHARE, 25e9 * LINK_SHARE
     latency = 3 * 10e-6 + 25e-6
     tokens, routing = 4 * 7168 * 2, 4 * 2 * 8 * 4
@@ -96,10 +95,50 @@ def test_tokens_to_experts_and_back_by_hand() -> None:
         return sum(7 * 2 * size / node + size / between + latency for size in sizes)
 
     total = 58 * gathered(tokens, routing, tokens) + gathered(4 * 129280 * 4, tokens, 4)
-    for plan in ("dp16.ep16", "dp16.ep4", "dp16"):
+    for plan in ("dp16.ep4", "dp16"):
         assert decode_time(ledger("deepseek-r1", "a2:16", plan), 64, 100).links == pytest.approx(total)
     # activations travel as they are, whatever the weights are kept in
-    assert decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep16", quant="w8a8"), 64, 100).links == pytest.approx(total)
+    assert decode_time(ledger("deepseek-r1", "a2:16", "dp16.ep4", quant="w8a8"), 64, 100).links == pytest.approx(total)
+
+
+def test_tokens_sent_to_their_experts_by_hand() -> None:
+    """R1 over 16 replicas with 16 whole experts each: of a token's 8 copies in bf16 half go to the 8 ranks of the other
+    node and 7/16 to the 7 others of its own, meanwhile; every layer with experts twice, there and back. No routing
+    travels. A3 has all 16 in one node. Prompts come in chunks that are too large for that."""
+    rows, tokens = 4 * 8 * 7168 * 2, 4 * 7168 * 2
+
+    def ends(*steps: tuple[int, float, float]) -> float:
+        """(parts of a group less one, parts that come of each, link): the results of all replicas, at the end."""
+        return sum(
+            sum(parts * size / (bandwidth * LINK_SHARE) for parts, bandwidth, _ in steps)
+            + sum(latency for _, _, latency in steps)
+            for size in (4 * 129280 * 4, tokens, 4)
+        )
+
+    far = rows / 2 / (25e9 * LINK_SHARE) + 25e-6
+    assert far > rows * 7 / 16 / (196e9 * LINK_SHARE) + 10e-6
+    two = ledger("deepseek-r1", "a2:16", "dp16.ep16")
+    results = ends((14, 196e9, 3 * 10e-6), (1, 25e9, 25e-6))
+    assert decode_time(two, 64, 100).links == pytest.approx(58 * 2 * far + results)
+    inside = rows * 15 / 16 / (196e9 * LINK_SHARE) + 10e-6
+    one = ledger("deepseek-r1", "a3:16", "dp16.ep16", quant="w8a8")
+    assert decode_time(one, 64, 100).links == pytest.approx(58 * 2 * inside + ends((15, 196e9, 4 * 10e-6)))
+    kinds = {rule.kind for rule in rules(two.demand, two.plan, "prefill", {"S": 1, "Q": 512})}
+    assert "dispatch" not in kinds
+    assert kinds >= {"all_gather", "reduce_scatter"}
+
+
+def test_buffers_of_the_exchange_are_in_the_memory() -> None:
+    """Its group beside those of the world, dp and ep: two buffers of what the largest step that uses it wants."""
+    sizes = {}
+    for plan in ("dp16.ep8", "dp16.ep16"):
+        one = ledger("deepseek-r1", "a2:16", plan, quant="w8a8")
+        sizes[plan] = one.stage(0, 4, 4096).communication
+    domain = 400 << 20
+    assert sizes["dp16.ep8"] == 4 * domain  # and one of ep_rest
+    prefill = [bucket["S"] * bucket["Q"] for bucket in one.demand.ladders(4096, 4)[0]]
+    tokens = max(size for size in prefill if size <= 256)
+    assert sizes["dp16.ep16"] == 3 * domain + 2 * (2 * (16 * tokens * 8 * 7168 * 2 + (2 << 20)))
 
 
 @pytest.mark.parametrize("plan", ["dp2.tp8.ep16", "tp16.ep16", "dp16.ep16"])
@@ -152,13 +191,13 @@ def test_groups_inside_a_node_talk_faster() -> None:
     [
         ("a2:16", "w8a8", None, "tp16.ep16"),
         ("a2:32", "none", None, "tp32.ep32"),
-        ("a2:32", "w8a8", 256, "dp16.tp2.ep32"),
+        ("a2:32", "w8a8", 256, "dp32.ep32"),
         ("a3:16", "w8a8", None, "tp16.ep16"),
         ("a3:128", "none", None, "dp2.tp64.ep128"),
     ],
 )
 def test_the_best_plan_of_v3_runs_and_has_whole_experts(mesh: str, quant: str, texts: int | None, best: str) -> None:
-    """Messages do not depend on ep, so nothing speaks for cutting experts; and more texts want more replicas."""
+    """Nothing speaks for cutting experts; and more texts want more replicas, whose tokens go to their experts."""
     found = rank_plans(make_demand("deepseek-v3", mesh, quant=quant, concurrency=texts))[0]
     assert (str(found.plan), found.status) == (best, "fits")
 

@@ -34,7 +34,7 @@ FIELDS = {
     "/v1/chat/completions": [*chat_table(Limits()).supported, *chat_table(Limits()).refused],
     "/v1/completions": [*completion_table(Limits()).supported, *completion_table(Limits()).refused],
     "/tokenize": list(tokenize_table().supported),
-    "/detokenize": list(detokenize_table().supported),
+    "/detokenize": list(detokenize_table(Limits()).supported),
 }
 ALLOWED = {400, 401, 404, 405, 413, 415, 429}
 

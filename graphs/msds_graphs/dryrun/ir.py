@@ -21,6 +21,8 @@ KINDS = {
     "AllGather": "all_gather",
     "ReduceScatter": "reduce_scatter",
     "AlltoAll": "all_to_all",
+    "MoeDistributeDispatch": "dispatch",
+    "MoeDistributeCombine": "combine",
 }
 """MindSpore's name of a collective -> ours."""
 _OTHERS = re.compile(
@@ -31,6 +33,8 @@ _NODE = re.compile(r"\s+%(\w+)\([^)]*\) = (?:PrimFunc_)?(\w+)\(")
 _PARAMETER = re.compile(r"%para\d+_(\S+): <Ref\[Tensor\[(\w+)\]\], \(([\d, ]*)\)")
 _OPERAND = re.compile(r"%([\w.]+)")
 _TENSOR = re.compile(r"Tensor\[(\w+)\]\]?>?, \(([\d, ]*)\)")
+_TUPLE = re.compile(r"<Tuple\[Tensor\[(\w+)\].*TupleShape\(\(([\d, ]*)\)")
+"""Of several results, the first."""
 _SOURCE = re.compile(r"# In file (\S+?):(\d+)")
 
 
@@ -122,9 +126,10 @@ def _end_of_call(head: str, start: int) -> int:
 
 
 def _collective(primitive: str, head: str, body: list[str], after: str) -> Collective:
-    group = re.search(r'group: "([^"]+)"', head)
+    # an attribute of collectives; of the operators that exchange tokens the one text among the operands
+    group = re.search(r'group: "([^"]+)"', head) or re.search(r'"([^"]+)"', head.partition(" primitive_attrs:")[0])
     inputs, _, outputs = body[0].partition(") -> (") if body else ("", "", "")
-    given, made = _TENSOR.search(inputs), _TENSOR.search(outputs)
+    given, made = _TENSOR.search(inputs), _TUPLE.search(outputs) or _TENSOR.search(outputs)
     if group is None or given is None or made is None:
         raise GraphError(
             f"cannot read the collective {head.strip()!r} {body[:1]}: MindSpore writes graphs in a new way"
