@@ -67,8 +67,12 @@ def prev_hidden(rows: Sequence[Row], size: int) -> npt.NDArray[np.float32]:
     return np.stack([zeros if row.prev_hidden is None else row.prev_hidden for row in rows])
 
 
-def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, vocab_size: int) -> Batch:
+def build_batch(
+    rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, vocab_size: int, ahead: int = 0
+) -> Batch:
     """The arrays of a step, no larger than its rows need; a compiled step pads them to its bucket.
+
+    ahead: tokens that the step adds by itself, whose blocks stay in the tables where a row has them.
 
     An index outside its range would leave the cache half written when the graph runs, so it is a RuntimeError here:
     tokens in [0, vocab_size), blocks in [1, num_cache_blocks), every context token in a block of its own table.
@@ -86,7 +90,8 @@ def build_batch(rows: Sequence[Row], *, block_size: int, num_cache_blocks: int, 
     if wrong.any():
         row = rows[int(wrong.argmax())]
         raise RuntimeError(f"block table {row.block_table} cannot hold {row.context_len} tokens")
-    tables = np.where(column < used[:, None], tables, 0)[:, : used.max()]
+    kept = np.minimum(-(-(lens + ahead) // block_size), sizes)
+    tables = np.where(column < kept[:, None], tables, 0)[:, : kept.max()]
     places = np.arange(counts.max(), dtype=np.int32)
     is_real = places < counts[:, None]
     positions = np.where(is_real, starts[:, None] + places, 0)

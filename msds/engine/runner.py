@@ -244,6 +244,7 @@ class Runner:
             block_size=self.block_size,
             num_cache_blocks=self.num_blocks,
             vocab_size=self.model.config.vocab_size,
+            ahead=self.num_drafts - 1 if name == "draft" else 0,  # each draft reads the one before
         )
         if self.num_drafts:
             batch["prev_hidden"] = prev_hidden(rows, self.model.config.hidden_size)

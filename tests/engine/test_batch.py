@@ -70,6 +70,14 @@ def test_an_index_out_of_range_never_reaches_a_graph(row: Row, message: str) -> 
     assert build_batch([Row([1], 0, [4])], **LIMITS)
 
 
+def test_blocks_of_tokens_that_a_step_adds_by_itself() -> None:
+    """A draft behind the end of a block reads the one before it there; blocks beyond are nobody's."""
+    size = LIMITS["block_size"]
+    rows = [Row([1], size - 1, [4, 5, 6]), Row([1], 0, [7, 8]), Row([1], size - 1, [9])]
+    assert build_batch(rows, **LIMITS)["block_tables"].tolist() == [[4], [7], [9]]
+    assert build_batch(rows, **LIMITS, ahead=1)["block_tables"].tolist() == [[4, 5], [7, 0], [9, 0]]
+
+
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=8)
 
 
