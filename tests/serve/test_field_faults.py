@@ -123,7 +123,8 @@ def test_a_client_that_leaves_is_forgotten(
     links = [http.client.HTTPConnection(rigged.url.removeprefix("http://"), timeout=20) for _ in range(count)]
     try:
         for link in links:
-            link.request("POST", path, body=json.dumps(fields | {"priority": 1}))
+            body = json.dumps(fields | {"priority": 1})
+            link.request("POST", path, body=body, headers={"Content-Type": "application/json"})
         wait_until(lambda: not rigged.runner.gate.is_set())
         for link in links:
             link.close()
