@@ -12,7 +12,7 @@ from msds.config import DeepseekConfig, max_context
 from msds.errors import OptionError
 from msds.models.specs.parts import check_redundant, moe_layers
 from msds.models.specs.rules import check_plan
-from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
+from msds.planning.cpu_graphs import PROCESS_BYTES, collectives_bytes, graphs_bytes
 from msds.planning.demand import Demand, num_experts
 from msds.planning.links import Links
 from msds_graphs.sharding import PlacedLeaf, ShardPlan, held_leaves, shard, stage_layers
@@ -149,7 +149,7 @@ class Ledger:
             num_blocks=1 + texts * demand.engine.blocks_per_text(max_model_len),
             activations=activation_bytes(demand, self.plan, texts, max_model_len),
             runtime=runtime_bytes(demand, self.plan, together, max_model_len),
-            communication=communication_bytes(demand, self.plan),
+            communication=communication_bytes(demand, self.plan, together, max_model_len),
             budget=demand.budget_bytes,
             counted=not demand.is_cpu,
         )
@@ -232,8 +232,11 @@ def runtime_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: in
     return (len(prefill) + len(decode) + len(drafting)) * GRAPH_BYTES + RUNTIME_BYTES
 
 
-def communication_bytes(demand: Demand, plan: ShardPlan) -> int:
-    """Buffers of a rank's communication domains: the world's, and one per axis of several ranks. Estimate."""
+def communication_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
+    """Buffers of a rank's communication domains: the world's, and one per axis of several ranks. On a CPU what compiled
+    collectives keep. Estimate."""
+    if demand.is_cpu:
+        return collectives_bytes(demand, plan, texts, max_model_len)
     if demand.mesh.ranks == 1:
         return 0
     sizes = plan.sizes()

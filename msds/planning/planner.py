@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from msds.errors import OptionError
 from msds.models.specs.rules import is_executed
+from msds.planning.cpu_graphs import BESIDE_BYTES
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
 from msds.planning.remedies import remedies
@@ -96,6 +97,11 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
             f"the budget is memory_fraction = {demand.memory_fraction:g} of what is free on this machine; activations "
             "and graphs come from the rest"
         )
+        if demand.mesh.ranks > 1:
+            yield (
+                f"beside the processes of the ranks two more launch them and let them find each other: "
+                f"{BESIDE_BYTES / 2**30:.1f} GiB together, not counted above"
+            )
         rest = demand.memory_bytes - memory.budget
         if memory.other_bytes > rest:
             yield (

@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from msds_serve.commands import add_command, given, model_folder
+from msds.pretrained import model_folder
+from msds_serve.commands import add_command, given
 from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 
 
