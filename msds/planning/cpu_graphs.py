@@ -35,6 +35,8 @@ SELECTED = 24
 """Bytes kept per element of a selection between operands that are repeated. Measured."""
 COMMUNICATION_BYTES = 40 << 20
 """Of a process that is one of several: MindSpore's communication, and the team. Measured."""
+GATHER_BYTES = 3 << 18
+"""Of one gathering in a compiled shape, whatever its size: its kernels. Fitted on tiny-r1 over 2 and 4 processes."""
 BESIDE_BYTES = 460 << 20
 """Of the processes beside the ranks, which launch them and let them find each other. Measured."""
 CONSTANT = 4
@@ -77,7 +79,7 @@ def _rule_bytes(rule: Rule, plan: ShardPlan) -> int:
         return 0
     elements = math.prod(rule.result)
     if rule.kind == "all_gather":
-        return elements * (SELECTED + (TRANSPOSED if rule.axis == "tp" else 0))
+        return GATHER_BYTES + elements * (SELECTED + (TRANSPOSED if rule.axis == "tp" else 0))
     return elements * SELECTED if rule.what.startswith("embedding") else 0
 
 

@@ -182,14 +182,20 @@ class Ledger:
             return memory  # not one text fits, and its `needed` says by how much
         return replace(memory, num_blocks=blocks)
 
-    def most_texts(self) -> int:
-        """Texts of full length that fit together, over all replicas; 0 if not one does."""
+    def most_texts(self, *, whole: bool = False) -> int:
+        """Texts of full length that fit together, over all replicas; 0 if not one does. whole: also what is not counted
+        fits, into the memory outside the budget."""
         length = self.demand.max_model_len
-        return self.plan.dp * _largest(lambda texts: self.fullest(texts, length).fits, 1 << 20)
+        return self.plan.dp * _largest(lambda texts: self._holds(texts, length, whole), 1 << 20)
 
-    def longest_text(self) -> int:
-        """Tokens of one text per replica that fit, at most the model's context; 0 if none does."""
-        return _largest(lambda length: self.fullest(1, length).fits, max_context(self.demand.config))
+    def longest_text(self, texts: int = 1, *, whole: bool = False) -> int:
+        """Tokens that fit of each text, with so many per replica, at most the model's context; 0 if none does."""
+        return _largest(lambda length: self._holds(texts, length, whole), max_context(self.demand.config))
+
+    def _holds(self, texts: int, max_model_len: int, whole: bool) -> bool:
+        memory = self.fullest(texts, max_model_len)
+        outside = self.demand.memory_bytes - memory.budget
+        return memory.fits and (memory.counted or not whole or memory.other_bytes <= outside)
 
     def total_bytes(self, num_blocks: int) -> dict[str, int]:
         """Weights and cache of all ranks together, with so many blocks on each."""

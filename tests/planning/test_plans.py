@@ -137,6 +137,25 @@ def test_room_for_texts_is_the_largest_that_fits() -> None:
     assert (short.memory.needed <= BUDGET) is short.fits
 
 
+def test_tables_have_a_unit_in_which_no_part_vanishes() -> None:
+    tiny = planned("tiny-r1", "cpu:1").render()
+    assert "MiB of one process" in tiny
+    assert " 0.000" not in tiny
+    memory = planned("tiny-r1", "cpu:1").memory
+    for size in memory.weights.values():
+        value = size / 2**20
+        assert f" {value:.1f}" in tiny if value >= 1 else f" {value:.3f}" in tiny
+    assert f"the whole process {(memory.needed + memory.other_bytes) / 2**20:>17,.1f}" in tiny
+    assert "GiB of one NPU" in planned("deepseek-v2-lite", "a2:1").render()
+
+
+def test_what_serving_runs_is_said() -> None:
+    for mesh in ("cpu:2", "a2:2"):
+        (said,) = (note for note in planned("deepseek-v2-lite", mesh).notes if "msds serve runs" in note)
+        assert "runs dp, tp and ep over CPU processes in float32 today, not pp" in said
+        assert ("NPU" in said) is (mesh == "a2:2")
+
+
 def test_a_text_that_is_too_long_is_met_with_its_length() -> None:
     report = planned("r1-distill-qwen-14b", "a2:1", max_model_len=131072, concurrency=2)
     assert not report.fits  # 2 x 131,072 tokens of 192 KiB are 48 GiB, beside 27.5 GiB of weights

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from msds.pretrained import model_folder
 from msds_serve.commands import add_command, given
 from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 
@@ -17,7 +16,7 @@ def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "compile", run, "Compile a model for Ascend without hardware; no weights needed.")
     command.add_argument(
-        "model", metavar="MODEL", type=model_folder, help="folder, bare config.json, or preset such as deepseek-r1"
+        "model", metavar="MODEL", help="folder, bare config.json, tiny-r1 or a preset such as deepseek-r1"
     )
     command.add_argument("--dry-run", action="store_true", help="required: compiling for NPUs that are there is not")
     command.add_argument("--mesh", required=True, help="a2:N (NPUs) or a3:N (dies), for example a2:16")
