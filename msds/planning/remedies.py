@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from msds.models.specs.rules import is_executed
-from msds.planning.demand import Demand
+from msds.planning.demand import Demand, make_demand
 from msds.planning.memory import Ledger
 from msds.planning.quantised import SCHEMES
 from msds.planning.search import Candidate, all_plans, best_plan, evaluate
@@ -183,3 +183,8 @@ def _remedy(change: str, found: Candidate) -> Remedy:
         budget=memory.budget,
         executed=is_executed(found.plan),
     )
+
+
+def smallest_mesh(model: str, kind: str = "a2") -> Mesh | None:
+    """The smallest mesh of a kind, as far as they are suggested, that holds a model as it is planned by default."""
+    return next((mesh for mesh in _meshes(Mesh.parse(f"{kind}:1")) if _fits(make_demand(model, str(mesh)))), None)
