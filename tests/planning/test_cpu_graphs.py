@@ -152,6 +152,18 @@ def test_expanding_attention_keeps_its_context_and_absorbed_does_not(config_fold
     assert layer(3, is_prefill=False) == layer(2, is_prefill=False)
 
 
+def test_tokens_of_all_replicas_and_selected_outputs_are_kept(config_folder: Callable[..., str]) -> None:
+    """Two replicas that share the experts: twice the pairs, half of the experts, a selection of every pair's output."""
+    config = make_demand(config_folder(V3), "cpu:1", max_model_len=64).config
+
+    def layer(plan: ShardPlan) -> int:
+        bucket = {"S": 2, "Q": 4, "B": 1}
+        return cpu_graphs._deepseek_layer(config, plan, bucket, 16, is_prefill=False, has_experts=True)
+
+    outputs = 8 * config.num_experts_per_tok * config.hidden_size
+    assert layer(ShardPlan(dp=2, ep=2)) - layer(ShardPlan()) == REPEATED * outputs + SELECTED * 2 * outputs
+
+
 def test_every_shape_and_the_process_are_in_the_plan(config_folder: Callable[..., str]) -> None:
     """More drafts, longer chunks and longer texts are more or larger shapes."""
     folder = config_folder(V3)
