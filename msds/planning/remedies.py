@@ -51,9 +51,18 @@ def remedies(demand: Demand, chosen: Candidate, *, is_auto: bool) -> tuple[Remed
         found += _larger_mesh(demand)
     if not any(remedy.works for remedy in found):
         found += _several(demand)
+    if not is_auto:
+        found = [_with_plan(remedy, chosen) for remedy in found]
     if demand.is_cpu and chosen.status != "fits":
         found.append(_more_memory(demand, chosen))
     return tuple(sorted(found, key=lambda remedy: (not remedy.works, not remedy.fits)))
+
+
+def _with_plan(remedy: Remedy, chosen: Candidate) -> Remedy:
+    """Named with its plan, where another one was asked for: the change is to be typed as it stands."""
+    if remedy.plan == str(chosen.plan) or "--plan" in remedy.change:
+        return remedy
+    return replace(remedy, change=f"{remedy.change} --plan {remedy.plan}")
 
 
 def _single(demand: Demand, chosen: Candidate, *, is_auto: bool) -> Iterator[Remedy]:

@@ -108,3 +108,26 @@ def test_a_plan_of_stages_that_fits_comes_with_what_can_be_executed() -> None:
 def test_the_best_plan_is_the_first_of_all(options: Any) -> None:
     demand = make_demand("deepseek-v3", "a2:16", **options)
     assert best_plan(demand) == rank_plans(demand)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "plan", "options"),
+    [
+        ("r1-distill-llama-70b", "a2:2", "tp2", {"concurrency": 4}),
+        ("deepseek-v3", "a2:16", "tp8.ep8.pp2", {"concurrency": 16}),
+        ("r1-distill-qwen-7b", "a2:1", "tp1", {"concurrency": 1000}),
+    ],
+)
+def test_remedies_of_a_plan_that_was_asked_for_are_typed_as_they_stand(
+    model: str, mesh: str, plan: str, options: Any
+) -> None:
+    report = planned(model, mesh, plan, **options)
+    assert not report.fits
+    for item in report.remedies:
+        words = item.change.split()
+        asked = {name.lstrip("-").replace("-", "_"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+        taken = options | {name: int(value) if value.isdigit() else value for name, value in asked.items()}
+        found = planned(model, taken.pop("mesh", mesh), taken.pop("plan", plan), **taken)
+        assert str(found.plan) == item.plan
+        assert found.fits is item.fits
+        assert found.memory.needed == item.needed
