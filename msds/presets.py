@@ -1,8 +1,12 @@
-"""Configs of published models, as functions: the same objects that `read_config` makes of their folders."""
+"""Configs of published models, as functions: the same objects that `read_config` makes of their folders; and what a
+MODEL of the command line means."""
 
 from collections.abc import Callable
+from pathlib import Path
 
-from msds.config import DeepseekConfig, LlamaConfig, ModelConfig, RopeScaling
+from msds.config import DeepseekConfig, LlamaConfig, ModelConfig, RopeScaling, read_config
+from msds.errors import ConfigError
+from msds.pretrained import TINY_R1, model_folder
 
 
 def deepseek_v3() -> DeepseekConfig:
@@ -170,6 +174,25 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
     "r1-distill-llama-8b": r1_distill_llama_8b,
     "r1-distill-llama-70b": r1_distill_llama_70b,
 }
+
+
+def is_preset(model: str) -> bool:
+    """Whether a MODEL means a config without a folder; what exists here by that name is meant first."""
+    return model in PRESETS and not Path(model).exists()
+
+
+def resolve_model(model: str) -> ModelConfig:
+    """The config of a checkpoint folder, a bare config.json, the shipped model or a preset; ConfigError lists the
+    names."""
+    if is_preset(model):
+        return PRESETS[model]()
+    path = model_folder(model)
+    if not model or not Path(path).exists():
+        raise ConfigError(
+            f"model {model!r} is neither a folder, nor a config.json, nor a name that is known: {TINY_R1} ships with "
+            f"msds, the presets are {', '.join(PRESETS)}"
+        )
+    return read_config(path)
 
 
 def _deepseek_yarn(mscale: float) -> RopeScaling:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from msds_graphs.errors import GraphError
 
 GIB = 1 << 30
+MOST_RANKS = 4096
+"""No larger mesh is taken: planning looks at every way to cut one, which takes seconds here and forever far beyond."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,15 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """`cpu:N`, `a2:N` or `a3:N`; GraphError with the legal forms, and the nearest sizes, for anything else."""
+        """`cpu:N`, `a2:N` or `a3:N`; GraphError with the legal forms, the nearest sizes or the bound, for the rest."""
         kind, _, count = text.partition(":")
-        if kind not in HARDWARE or not count.isascii() or not count.isdigit() or int(count) < 1:
+        if kind not in HARDWARE or not count.isascii() or not count.isdigit() or not count.strip("0"):
             raise GraphError(f"mesh {text!r} is not one of {LEGAL_MESHES}, N from 1")
-        hardware, ranks = HARDWARE[kind], int(count)
+        digits = count.lstrip("0")
+        if len(digits) > len(str(MOST_RANKS)) or int(digits) > MOST_RANKS:
+            shown = digits if len(digits) < 20 else f"{digits[:20]}..."
+            raise GraphError(f"mesh {kind}:{shown} has too many ranks: at most {MOST_RANKS}")
+        hardware, ranks = HARDWARE[kind], int(digits)
         if not _is_legal(hardware, ranks):
             name, per_node = hardware.rank_name, hardware.ranks_per_node
             raise GraphError(

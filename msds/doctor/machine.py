@@ -12,6 +12,7 @@ from pathlib import Path
 
 from msds.doctor.checks import FAIL, PASS, SKIP, WARN, Finding
 from msds.doctor.system import System
+from msds.planning.units import sized
 
 GIB = 1 << 30
 SMALLEST_RAM = 4 * GIB
@@ -82,7 +83,7 @@ def disk(folder: Path, checkpoint_bytes: int, system: System) -> Finding:
         return Finding(FAIL, found, f"free some space: at least {_gib(SMALLEST_DISK)} is needed for logs and caches")
     if checkpoint_bytes:
         cached = "fits" if checkpoint_bytes < available else "does not fit"
-        found += f"; the checkpoint of {_gib(checkpoint_bytes)} {cached} into the page cache of {_gib(available)}"
+        found += f"; the checkpoint of {sized(checkpoint_bytes)} {cached} into the page cache of {_gib(available)}"
     if free < COMFORTABLE_DISK:
         return Finding(WARN, found, f"{_gib(COMFORTABLE_DISK)} leave room for a converted copy and logs")
     return Finding(PASS, found)

@@ -5,17 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from msds.checkpoint import Checkpoint, check_checkpoint, read_manifest, shares_embedding, verify_manifest
-from msds.config import config_warnings, read_config, read_generation_config
+from msds.config import ModelConfig, config_warnings, read_config, read_generation_config
+from msds.config.reading import read_json
 from msds.doctor.checks import FAIL, PASS, SKIP, WARN, Finding
+from msds.doctor.contradictions import contradiction
 from msds.errors import MsdsError, TokenizerError
 from msds.inspect.oddities import config_oddities
 from msds.layouts import open_checkpoint
 from msds.models.specs import model_specs
 from msds.planning import make_demand, make_plan
+from msds.planning.remedies import smallest_mesh
+from msds.planning.units import sized
+from msds.presets import is_preset, resolve_model
 from msds.text.chat import ChatTemplate
 from msds.text.tokenizer import Tokenizer, has_tokenizer
 from msds.weights import checkpoint_entries, settle_mtp, stored_skips
 
+NO_CONFIG = Finding(SKIP, "needs a config that can be read, see config")
+SHOWN = 5
+"""Lines of a checkpoint's faults that a preflight shows."""
 HASHED_BYTES = 1 << 30
 """Files up to this size in all are compared with their digests here; more would take minutes."""
 
@@ -33,13 +41,29 @@ def config(path: Path) -> Finding:
     return Finding(PASS, found.model_type)
 
 
+def preset_config(name: str) -> Finding:
+    """A preset's config, which has no file."""
+    found = resolve_model(name)
+    return Finding(PASS, f"{found.model_type}, the preset {name}")
+
+
+def absent(name: str) -> Finding:
+    """What a name that is no model gets."""
+    try:
+        resolve_model(name)
+    except MsdsError as error:
+        return Finding(FAIL, f"no such folder: {error}", "give the path of a folder that is there, or one of the names")
+    return Finding(WARN, f"{name} was not there a moment ago", "run it again")
+
+
 def checkpoint(path: Path) -> Finding:
     """Every parameter has its tensor, of the right shape, in files that are whole. Headers are read, no weights."""
     if not path.is_dir():
         return Finding(SKIP, f"{path} is a file: give the folder to have its weights looked at")
+    if (stored := _config_of(path)) is None:
+        return NO_CONFIG
     opened: Checkpoint | None = None
     try:
-        stored = read_config(path)
         opened = open_checkpoint(path, stored)
         settled = settle_mtp(opened, stored, None)
         if not opened.faults:
@@ -47,7 +71,12 @@ def checkpoint(path: Path) -> Finding:
         entries = checkpoint_entries(model_specs(settled).spec(settled), settled)
         ledger = check_checkpoint(opened, entries, stored_skips(stored, settled))
     except MsdsError as error:
-        return Finding(FAIL, str(error), "fetch the files that are named again; msds inspect shows what is there")
+        lines = _few(str(error))
+        wrong = None if opened is None else contradiction(opened, read_json(path / "config.json"))
+        if wrong is None:
+            return Finding(FAIL, lines, "fetch the files that are named again; msds inspect shows what is there")
+        next_step = f"set {wrong.field} to {wrong.fitting} in config.json, or take config and weights from one revision"
+        return Finding(FAIL, f"{wrong}\n{lines}", next_step)
     finally:
         if opened is not None:
             opened.close()
@@ -99,18 +128,20 @@ def tokenizer(path: Path) -> Finding:
     return Finding(PASS, f"{said}, with a chat template")
 
 
-def room(path: Path) -> Finding:
-    """Whether weights and cache fit here, as the engine would plan them on this CPU."""
+def room(model: str) -> Finding:
+    """Whether weights and cache fit here, as the engine would plan them on this CPU. model: folder, file or preset."""
+    if not is_preset(model) and _config_of(Path(model)) is None:
+        return NO_CONFIG
     try:
-        report = make_plan(make_demand(str(path), "cpu:1"))
+        report = make_plan(make_demand(model, "cpu:1"))
     except MsdsError as error:
-        return Finding(FAIL, str(error), "correct the config first")
+        return Finding(FAIL, str(error), "see msds plan MODEL --mesh cpu:1")
     memory = report.memory
-    found = (
-        f"float32 on this CPU needs {memory.needed / 2**30:.2f} GiB, {memory.budget / 2**30:.2f} may be planned with"
-    )
+    found = f"float32 on this CPU needs {sized(memory.needed)}, {sized(memory.budget)} may be planned with"
     if not report.fits:
-        return Finding(FAIL, found, "free memory, or see msds plan MODEL --mesh a2:8 for NPUs")
+        mesh = smallest_mesh(model)
+        other = "no mesh was found that holds it" if mesh is None else f"see msds plan {model} --mesh {mesh} for NPUs"
+        return Finding(FAIL, found, f"free memory, or {other}")
     return Finding(PASS, f"{found}; room for {report.most_texts:,} texts of {report.demand.max_model_len:,} tokens")
 
 
@@ -124,3 +155,19 @@ def checkpoint_bytes(path: Path) -> int:
 
 def _folder(path: Path) -> Path:
     return path if path.is_dir() else path.parent
+
+
+def _config_of(path: Path) -> ModelConfig | None:
+    """None where `config` says what is wrong."""
+    try:
+        return read_config(path)
+    except MsdsError:
+        return None
+
+
+def _few(text: str) -> str:
+    """The title of a list of faults and the first few of them."""
+    title, *faults = text.splitlines()
+    if len(faults) <= SHOWN:
+        return text
+    return "\n".join([title, *faults[:SHOWN], "  and others"])

@@ -176,6 +176,7 @@ def check_job(job: Job) -> None:
         raise OptionError(f"step 'draft' needs draft tokens: mtp is 0, or {job.model} has no MTP layer")
     if job.dtype not in DTYPES:
         raise OptionError(f"dtype is {job.dtype!r}: use one of {', '.join(DTYPES)}")
+    check_texts(job)
     if job.layouts and not isinstance(job.demand.config, DeepseekConfig):
         raise OptionError(
             f"layouts: the skeleton is of DeepSeek's layers, and {job.model} is {job.demand.config.model_type}"
@@ -184,4 +185,15 @@ def check_job(job: Job) -> None:
         raise OptionError(
             f"plan {job.shards} has {job.shards.pp} pipeline stages, which the model functions do not run yet: "
             "use a plan without pp"
+        )
+
+
+def check_texts(job: Job) -> None:
+    """OptionError for texts that replicas cannot share evenly, which serving would refuse."""
+    if job.concurrency is not None and job.concurrency % job.shards.dp:
+        above = job.texts * job.shards.dp
+        near = [count for count in (above - job.shards.dp, above) if count]
+        raise OptionError(
+            f"concurrency is {job.concurrency}, and the {job.shards.dp} replicas of plan {job.shards} decode as many "
+            f"texts each: use {' or '.join(map(str, near))}"
         )

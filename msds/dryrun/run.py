@@ -23,8 +23,8 @@ from msds.dryrun.roles import roles
 from msds.errors import MsdsError, OptionError
 from msds.models.specs.rules import is_executed
 from msds.planning.collectives import STEPS
-from msds.planning.demand import resolve_model
 from msds.planning.search import rank_plans
+from msds.presets import resolve_model
 from msds_graphs.dryrun.stubs import SOCS, StubLibraries, stub_libraries
 from msds_graphs.mesh import Mesh
 
@@ -125,13 +125,17 @@ def make_job(options: DryRunOptions) -> Job:
 
 
 def _best_plan(job: Job) -> str:
-    """The planner's first plan without pipeline stages, whether it fits or not: nothing is allocated here."""
+    """The planner's first plan without pipeline stages whose replicas share the texts evenly, whether it fits or not:
+    nothing is allocated here."""
     ranked = rank_plans(job.demand)
     for candidate in ranked:
-        if candidate.status != "illegal" and is_executed(candidate.plan):
+        is_even = not (job.concurrency or 0) % candidate.plan.dp
+        if candidate.status != "illegal" and is_executed(candidate.plan) and is_even:
             return str(candidate.plan)
     raise OptionError(
-        f"no plan without pipeline stages cuts {job.model} for mesh {job.mesh}: the planner's first is "
+        f"no plan without pipeline stages cuts {job.model} for mesh {job.mesh}"
+        + (f" into replicas that share {job.concurrency} texts evenly" if job.concurrency else "")
+        + ": the planner's first is "
         f"{ranked[0].plan} ({ranked[0].status})"
     )
 

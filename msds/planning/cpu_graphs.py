@@ -11,9 +11,11 @@ T tokens, D hidden, H heads, G key/value heads, C context slots, E experts, K ex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msds.config import DeepseekConfig, LlamaConfig
+from msds.planning.collectives import Rule, rules
 from msds.planning.demand import Demand
 from msds_graphs.sharding import ShardPlan
 
@@ -29,6 +31,14 @@ REPEATED = 16
 """Bytes kept per element of an operator that repeats an operand."""
 TRANSPOSED = 8
 """Bytes kept per transposed element."""
+SELECTED = 24
+"""Bytes kept per element of a selection between operands that are repeated. Measured."""
+COMMUNICATION_BYTES = 40 << 20
+"""Of a process that is one of several: MindSpore's communication, and the team. Measured."""
+GATHER_BYTES = 3 << 18
+"""Of one gathering in a compiled shape, whatever its size: its kernels. Fitted on tiny-r1 over 2 and 4 processes."""
+BESIDE_BYTES = 460 << 20
+"""Of the processes beside the ranks, which launch them and let them find each other. Measured."""
 CONSTANT = 4
 """Bytes of an element of a constant."""
 
@@ -45,6 +55,32 @@ def graphs_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int
                 layer = _deepseek_layer(config, plan, bucket, engine.block_size, is_prefill=False, has_experts=True)
                 total += SHAPE_BYTES + demand.mtp * (EXPERT_LAYER_BYTES + layer)
     return total + SHAPE_BYTES  # the head's one shape
+
+
+def collectives_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
+    """What being one of several ranks adds: collectives are sums here, of parts that are selected between zeros, as
+    large as their results. texts: decoded together by a replica."""
+    if plan.ranks == 1:
+        return 0
+    prefill, decode = demand.ladders(max_model_len, texts)
+    steps = [("prefill", bucket) for bucket in prefill] + [("decode", bucket) for bucket in decode]
+    steps += [("draft", bucket) for bucket in decode if demand.mtp and bucket["Q"] == 1]
+    return COMMUNICATION_BYTES + sum(
+        rule.count * len(rule.places) * _rule_bytes(rule, plan)
+        for step, bucket in steps
+        for rule in rules(demand, plan, step, bucket)
+    )
+
+
+def _rule_bytes(rule: Rule, plan: ShardPlan) -> int:
+    """Kept by one collective: gathered parts are selected, and joined along the second dim of logits; so are a rank's
+    rows of the embedding."""
+    if plan.sizes()[rule.axis] == 1:
+        return 0
+    elements = math.prod(rule.result)
+    if rule.kind == "all_gather":
+        return GATHER_BYTES + elements * (SELECTED + (TRANSPOSED if rule.axis == "tp" else 0))
+    return elements * SELECTED if rule.what.startswith("embedding") else 0
 
 
 def _pass_bytes(demand: Demand, plan: ShardPlan, bucket: Mapping[str, int], *, is_prefill: bool) -> int:
@@ -93,7 +129,7 @@ def _deepseek_layer(
         transposed += context * heads * (config.qk_nope_head_dim + value)
     else:
         transposed = tokens * heads * (config.qk_head_dim + 2 * latent + value)
-    constant = tokens * (latent + rope)
+    constant, selected = tokens * (latent + rope), 0
     if has_experts:
         experts, chosen = config.n_routed_experts, config.num_experts_per_tok
         # ranking the experts, picking K of them, and their outputs times their weights
@@ -101,4 +137,6 @@ def _deepseek_layer(
         repeated += tokens * (2 * experts + 2 * chosen * experts) + pairs * config.hidden_size
         repeated += pairs * experts // plan.ep  # finding each pair its row
         constant += tokens * experts
-    return REPEATED * repeated + TRANSPOSED * transposed + CONSTANT * constant
+        if plan.stage_ranks > 1:  # the outputs of a rank's own experts, between zeros for those of others
+            selected = pairs * config.hidden_size
+    return REPEATED * repeated + TRANSPOSED * transposed + CONSTANT * constant + SELECTED * selected

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
-from msds.config import DeepseekConfig, ModelConfig, read_config
+from msds.config import DeepseekConfig, ModelConfig
 from msds.engine.ladder import step_ladders
-from msds.errors import ConfigError, OptionError
+from msds.errors import OptionError
 from msds.models.specs import model_specs
 from msds.models.specs.parts import with_slots
 from msds.models.specs.rules import sharding_rules
-from msds.options import MAX_SPECULATIVE_TOKENS, EngineOptions, free_memory_bytes
+from msds.options import CPU_DTYPES, MAX_SPECULATIVE_TOKENS, EngineOptions, free_memory_bytes
 from msds.planning.quantised import SCHEMES, quantised_spec
-from msds.presets import PRESETS
+from msds.presets import resolve_model
 from msds.weights import without_mtp
 from msds_graphs.mesh import Mesh
 from msds_graphs.sharding import PlacedLeaf, Rules, place_leaves
@@ -129,10 +128,15 @@ def make_demand(
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
     number_type = DTYPES[dtype] if dtype is not None else "float32" if is_cpu else "bfloat16"
-    # the engine's own checks and defaults; on a CPU they also say which number types it has
+    if is_cpu and number_type not in CPU_DTYPES:
+        names = ", ".join(name for name, long in DTYPES.items() if long in CPU_DTYPES)
+        raise OptionError(
+            f"dtype is {dtype!r}: on a CPU the engine keeps float32 (MindSpore has no bfloat16 matrix product there, "
+            f"and its float16 one is six times slower); use {names}, or a2 or a3"
+        )
+    # the engine's own checks and defaults
     engine = EngineOptions(
         max_model_len=max_model_len,
-        dtype=number_type if is_cpu else "auto",
         eplb_step_interval=eplb_step_interval,
         num_redundant_experts=num_redundant_experts,
     )
@@ -157,17 +161,6 @@ def make_demand(
         memory_bytes=memory,
         memory_fraction=engine.memory_fraction if is_cpu else NPU_MEMORY_FRACTION,
         engine=engine,
-    )
-
-
-def resolve_model(model: str) -> ModelConfig:
-    """The config of a preset, a checkpoint folder or a bare config.json; ConfigError lists the presets."""
-    if Path(model).exists():
-        return read_config(model)
-    if model in PRESETS:
-        return PRESETS[model]()
-    raise ConfigError(
-        f"model {model!r} is neither a folder, nor a config.json, nor a preset: the presets are {', '.join(PRESETS)}"
     )
 
 

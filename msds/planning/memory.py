@@ -13,7 +13,7 @@ from msds.errors import OptionError
 from msds.models.specs.parts import check_redundant, moe_layers
 from msds.models.specs.rules import check_plan
 from msds.planning.collectives import exchange_buffer_bytes
-from msds.planning.cpu_graphs import PROCESS_BYTES, graphs_bytes
+from msds.planning.cpu_graphs import PROCESS_BYTES, collectives_bytes, graphs_bytes
 from msds.planning.demand import Demand, num_experts
 from msds.planning.links import Links
 from msds_graphs.exchange_limits import plan_refusal
@@ -184,14 +184,20 @@ class Ledger:
             return memory  # not one text fits, and its `needed` says by how much
         return replace(memory, num_blocks=blocks)
 
-    def most_texts(self) -> int:
-        """Texts of full length that fit together, over all replicas; 0 if not one does."""
+    def most_texts(self, *, whole: bool = False) -> int:
+        """Texts of full length that fit together, over all replicas; 0 if not one does. whole: also what is not counted
+        fits, into the memory outside the budget."""
         length = self.demand.max_model_len
-        return self.plan.dp * _largest(lambda texts: self.fullest(texts, length).fits, 1 << 20)
+        return self.plan.dp * _largest(lambda texts: self._holds(texts, length, whole), 1 << 20)
 
-    def longest_text(self) -> int:
-        """Tokens of one text per replica that fit, at most the model's context; 0 if none does."""
-        return _largest(lambda length: self.fullest(1, length).fits, max_context(self.demand.config))
+    def longest_text(self, texts: int = 1, *, whole: bool = False) -> int:
+        """Tokens that fit of each text, with so many per replica, at most the model's context; 0 if none does."""
+        return _largest(lambda length: self._holds(texts, length, whole), max_context(self.demand.config))
+
+    def _holds(self, texts: int, max_model_len: int, whole: bool) -> bool:
+        memory = self.fullest(texts, max_model_len)
+        outside = self.demand.memory_bytes - memory.budget
+        return memory.fits and (memory.counted or not whole or memory.other_bytes <= outside)
 
     def total_bytes(self, num_blocks: int) -> dict[str, int]:
         """Weights and cache of all ranks together, with so many blocks on each."""
@@ -236,7 +242,10 @@ def runtime_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: in
 
 def communication_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
     """Buffers of a rank's communication domains: the world's, one per axis of several ranks, and that of tokens that go
-    to their experts, as large as steps of up to `texts` texts want it. Estimate."""
+    to their experts, as large as steps of up to `texts` texts want it. On a CPU what compiled collectives keep.
+    Estimate."""
+    if demand.is_cpu:
+        return collectives_bytes(demand, plan, texts, max_model_len)
     if demand.mesh.ranks == 1:
         return 0
     sizes = plan.sizes()

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from msds.errors import OptionError
 from msds.models.specs.rules import is_executed
 from msds.planning.collectives import exchange_refusal
+from msds.planning.cpu_graphs import BESIDE_BYTES
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger
 from msds.planning.remedies import remedies
 from msds.planning.report import PlanReport
 from msds.planning.search import Candidate, evaluate, rank_plans
 from msds.planning.speed import compare, estimate_speed
+from msds.planning.units import sized
 from msds_graphs.sharding import ShardPlan
 
 
@@ -33,7 +35,8 @@ def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
             raise OptionError(f"plan {chosen.plan} for {demand.model} on {demand.mesh}: {chosen.reason}")
     ledger = Ledger(demand, chosen.plan)
     most = ledger.most_texts()
-    fits = chosen.status == "fits"
+    is_auto = plan == "auto"
+    is_answer = chosen.status == "fits" and (is_executed(chosen.plan) or not is_auto)
     texts = demand.texts if demand.concurrency is not None else max(1, min(demand.texts, most))
     speed = estimate_speed(ledger, texts)
     memory = chosen.memory
@@ -48,7 +51,7 @@ def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
         speed=speed,
         comparisons=compare(ledger, speed, most),
         others=others,
-        remedies=() if fits else remedies(demand, chosen),
+        remedies=() if is_answer else remedies(demand, chosen, is_auto=is_auto),
         notes=tuple(_notes(demand, chosen)),
     )
 
@@ -105,11 +108,16 @@ def _notes(demand: Demand, chosen: Candidate) -> Iterator[str]:
             f"the budget is memory_fraction = {demand.memory_fraction:g} of what is free on this machine; activations "
             "and graphs come from the rest"
         )
+        if demand.mesh.ranks > 1:
+            yield (
+                f"beside the processes of the ranks two more launch them and let them find each other: "
+                f"{sized(BESIDE_BYTES)} together, not counted above"
+            )
         rest = demand.memory_bytes - memory.budget
         if memory.other_bytes > rest:
             yield (
-                f"activations and graphs may take {memory.other_bytes / 2**30:.1f} GiB, the rest is "
-                f"{rest / 2**30:.1f} GiB: lower --max-model-len, or prefill_chunk and memory_fraction when serving"
+                f"activations and graphs may take {sized(memory.other_bytes)}, the rest is {sized(rest)}: lower "
+                "--max-model-len, or prefill_chunk and memory_fraction when serving"
             )
     vocab = demand.config.vocab_size
     if vocab % plan.tp:

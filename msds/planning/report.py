@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from msds.models.specs.rules import is_executed
 from msds.planning.cost import StepTime
 from msds.planning.demand import Demand
 from msds.planning.memory import PARTS, RankMemory
-from msds.planning.remedies import Remedy
+from msds.planning.remedies import MOST_RANKS, Remedy
 from msds.planning.search import Candidate
 from msds.planning.speed import Comparison, Speed
+from msds.planning.units import Unit, unit_of
 from msds_graphs.sharding import ShardPlan
 
 SHOWN = 8
@@ -42,6 +44,11 @@ class PlanReport:
     def fits(self) -> bool:
         return self.memory.fits
 
+    @property
+    def _unit(self) -> Unit:
+        """In which weights are at least 1, so that no part of them vanishes."""
+        return unit_of(self.memory.weight_bytes)
+
     def to_json(self) -> dict[str, Any]:
         """JSON types. Bytes are integers, of the fullest rank unless said otherwise; seconds and tokens per second are
         estimates.
@@ -58,7 +65,7 @@ class PlanReport:
         published: [{tokens_per_second_per_rank, limit_seconds, phase, conditions, source, estimate, ratio}]
         others: [{plan, status: fits | too large | illegal, reason, needed, decode_seconds}], best first; [] if a plan
             was given
-        remedies: [{change, plan, needed, budget, fits}]; notes: [text]; is_estimate: true
+        remedies: [{change, plan, needed, budget, fits, executed}]; notes: [text]; is_estimate: true
         """
         demand, memory, speed = self.demand, self.memory, self.speed
         return {
@@ -88,8 +95,8 @@ class PlanReport:
             "published": [_comparison_json(item) for item in self.comparisons],
             "others": [_candidate_json(item) for item in self.others],
             "remedies": [
-                {"change": r.change, "plan": r.plan, "needed": r.needed, "budget": r.budget, "fits": r.fits}
-                for r in self.remedies
+                {key: getattr(item, key) for key in ("change", "plan", "needed", "budget", "fits", "executed")}
+                for item in self.remedies
             ],
             "notes": list(self.notes),
             "is_estimate": True,
@@ -100,37 +107,55 @@ class PlanReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        demand, memory, name = self.demand, self.memory, self.demand.mesh.hardware.rank_name
+        demand, memory = self.demand, self.memory
         scheme = demand.dtype if demand.quant == "none" else f"{demand.dtype}, {demand.quant}"
         yield f"{demand.model} on {demand.mesh}, {scheme}, texts of {demand.max_model_len:,} tokens: an estimate"
         yield ""
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        has = _gib(memory.budget) + ("" if self.fits else f": short of {_gib(memory.needed - memory.budget)}")
-        yield f"{verdict}: plan {self.plan} needs {_gib(memory.needed)} GiB per {name}, has {has}"
-        if not self.fits:
-            for remedy in self.remedies:
-                end = "" if remedy.fits else ": not enough"
-                need = f"would need {_gib(remedy.needed)} of {_gib(remedy.budget)}"
-                yield f"  {remedy.change:<16} {need} (plan {remedy.plan}){end}"
+        if self.fits and not is_executed(self.plan):
+            verdict += ", but is planned only, not executed"
+        unit, name = self._unit, self.demand.mesh.hardware.rank_name
+        has = unit.number(memory.budget) + (
+            "" if self.fits else f": short of {unit.number(memory.needed - memory.budget)}"
+        )
+        yield f"{verdict}: plan {self.plan} needs {unit.text(memory.needed)} per {name}, has {has}"
+        yield from self._remedy_lines(unit, name)
         yield ""
-        yield from self._memory_lines(name)
+        yield from self._memory_lines(unit, name)
         yield ""
         yield from self._speed_lines(name)
         if self.others:
             yield ""
-            yield from self._other_lines()
+            yield from self._other_lines(unit)
         yield ""
         yield from (f"- {note}" for note in self.notes)
 
-    def _memory_lines(self, name: str) -> Iterator[str]:
+    def _remedy_lines(self, unit: Unit, name: str) -> Iterator[str]:
+        width = max((len(remedy.change) for remedy in self.remedies), default=0)
+        for remedy in self.remedies:
+            if not remedy.is_option:
+                ranks, share = self.demand.mesh.ranks, self.demand.memory_fraction
+                of = (f"{ranks} x " if ranks > 1 else "") + unit.text(remedy.needed)
+                yield f"  or {remedy.change} on this machine: {of} are {share:.0%} of it (plan {remedy.plan})"
+                continue
+            end = "" if remedy.executed else ": planned only, not executed"
+            end = end if remedy.fits else ": not enough"
+            need = f"would need {unit.number(remedy.needed)} of {unit.number(remedy.budget)}"
+            yield f"  {remedy.change:<{width}}  {need} (plan {remedy.plan}){end}"
+        if self.remedies and not any(remedy.works for remedy in self.remedies if remedy.is_option):
+            yield "  nothing else that helps was found: not fewer or shorter texts" + (
+                "" if self.demand.is_cpu else f", and no mesh up to {MOST_RANKS} {name}s"
+            )
+
+    def _memory_lines(self, unit: Unit, name: str) -> Iterator[str]:
         memory = self.memory
         largest = max(memory.budget, memory.needed)
 
         def row(title: str, size: int, *, bar: bool = True) -> str:
             marks = "#" * round(_BAR * size / largest) if bar else ""
-            return f"  {title:<24}{_gib(size):>9}  {marks}".rstrip()
+            return f"  {title:<24}{unit.number(size):>11}  {marks}".rstrip()
 
-        yield f"  {'GiB of one ' + name:<24}{'':>9}  {'.' * round(_BAR * memory.budget / largest)} budget"
+        yield f"  {unit.name + ' of one ' + name:<24}{'':>11}  {'.' * round(_BAR * memory.budget / largest)} budget"
         for part in PARTS:
             if part in memory.weights:
                 yield row(part.replace("_", " "), memory.weights[part])
@@ -143,6 +168,7 @@ class PlanReport:
             yield row("communication" + outside, memory.communication)
         yield row("needed", memory.needed, bar=False)
         if not memory.counted:
+            yield row("the whole process", memory.needed + memory.other_bytes, bar=False)
             yield "  * outside the budget"
         yield ""
         yield (
@@ -169,14 +195,14 @@ class PlanReport:
             yield f"  published {anchor.phase}{limit}: {theirs}; this plan, estimated: {mine}{ratio}"
             yield f"    ({anchor.conditions}; {anchor.source})"
 
-    def _other_lines(self) -> Iterator[str]:
+    def _other_lines(self, unit: Unit) -> Iterator[str]:
         yield "other plans: first what fits, by estimated decode time; then what is too large; then what is illegal"
         legal = [item for item in self.others if item.status != "illegal"]
         for item in legal[:SHOWN]:
             assert item.memory is not None
             assert item.decode is not None
-            size = f"{_gib(item.memory.needed)} GiB"
-            yield f"  {item.plan!s:<20}{size:>10}  {item.decode.seconds * 1e3:>6.1f} ms  {item.reason}"
+            size = unit.text(item.memory.needed)
+            yield f"  {item.plan!s:<20}{size:>14}  {item.decode.seconds * 1e3:>6.1f} ms  {item.reason}"
         if len(legal) > SHOWN:
             yield f"  and {len(legal) - SHOWN} more (--json)"
         reasons: dict[str, list[str]] = {}
@@ -229,8 +255,3 @@ def _comparison_json(item: Comparison) -> dict[str, Any]:
         "estimate": item.estimate,
         "ratio": item.ratio,
     }
-
-
-def _gib(size: int) -> str:
-    """GiB with as many digits as a small model needs."""
-    return f"{size / 2**30:.1f}" if size >= 2**30 else f"{size / 2**30:.3f}"

@@ -9,6 +9,7 @@ from msds.models.specs.rules import is_executed
 from msds.planning.cost import StepTime, decode_time
 from msds.planning.demand import Demand, num_experts
 from msds.planning.memory import Ledger, RankMemory
+from msds.planning.units import sized
 from msds_graphs.errors import GraphError
 from msds_graphs.sharding import ShardPlan
 
@@ -46,7 +47,7 @@ def evaluate(demand: Demand, plan: ShardPlan) -> Candidate:
     memory = ledger.planned()
     decode = decode_time(ledger, demand.texts, demand.max_model_len)
     missing = memory.needed - memory.budget
-    reason = f"{missing / 2**30:.1f} GiB too large" if missing > 0 else ""
+    reason = f"{sized(missing)} too large" if missing > 0 else ""
     return Candidate(
         plan=plan, status="fits" if missing <= 0 else "too large", reason=reason, memory=memory, decode=decode
     )
@@ -65,6 +66,13 @@ def rank_plans(demand: Demand) -> list[Candidate]:
         best = fitting[0]
         fitting = [best, *(_compared(item, best) for item in fitting[1:])]
     return [*fitting, *large, *(item for item in found if item.status == "illegal")]
+
+
+def best_plan(demand: Demand) -> Candidate:
+    """The first of `rank_plans`, without looking at plans of stages where one without them fits."""
+    found = [evaluate(demand, plan) for plan in all_plans(demand) if is_executed(plan)]
+    fitting = [item for item in found if item.status == "fits"]
+    return min(fitting, key=_speed) if fitting else rank_plans(demand)[0]
 
 
 def _size(item: Candidate) -> tuple[bool, float, int, int]:

@@ -14,6 +14,8 @@ from msds.checkpoint import write_manifest
 from msds.doctor import examine
 from msds.doctor.checks import Check, Finding, run_checks
 from msds.doctor.report import DoctorReport
+from msds.errors import ConfigError
+from msds.planning import make_demand, make_plan
 from msds_serve.cli import main
 
 Tiny = Callable[..., Path]
@@ -45,7 +47,7 @@ def test_a_check_that_breaks_or_hangs_leaves_the_others_alone() -> None:
     assert "2 fail" in report.render()
 
 
-def found(path: Path) -> dict[str, Finding]:
+def found(path: str | Path) -> dict[str, Finding]:
     return {result.name: result.finding for result in examine(path).results}
 
 
@@ -80,18 +82,97 @@ def test_a_damaged_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     assert found(folder)["config"].status == "fail"
 
 
-def test_a_missing_folder(tmp_path: Path) -> None:
-    findings = found(tmp_path / "absent")
-    assert findings["config"].status == "fail"
-    assert "does not exist" in findings["config"].found
-    assert findings["python"].status == "pass"
+MODEL_CHECKS = ("config", "checkpoint", "digests", "tokenizer", "room")
+
+
+def statuses(path: str | Path) -> list[str]:
+    findings = found(path)
+    return [findings[name].status for name in MODEL_CHECKS]
+
+
+def test_what_is_not_there_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (tmp_path / "absent", "deepseek-v9", "/nonexist/model"):
+        assert statuses(name) == ["fail", "skip", "skip", "skip", "skip"]
+        findings = found(name)
+        assert "no such folder" in findings["config"].found
+        assert "tiny-r1 ships with msds, the presets are deepseek-v3," in findings["config"].found
+        assert {findings[name].found for name in MODEL_CHECKS[1:]} == {"there is no such folder"}
+        assert findings["python"].status == "pass"
+    with pytest.raises(ConfigError, match="model '' is neither"):
+        examine("")
+    assert main(["doctor", ""]) == main(["plan", "", "--mesh", "a2:1"]) == 2
+
+
+def test_a_preset_has_a_config_and_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.safetensors").write_bytes(b"x" * (1 << 20))
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 64 << 30)
+    assert statuses("r1-distill-qwen-1.5b") == ["pass", "skip", "skip", "skip", "pass"]
+    findings = found("deepseek-v3")
+    assert statuses("deepseek-v3") == ["pass", "skip", "skip", "skip", "fail"]
+    assert "a preset" in findings["tokenizer"].found
+    assert "page cache" not in findings["disk"].found  # what lies here is not the preset's
+    mesh = findings["room"].next_step.partition("--mesh ")[2].split()[0]
+    assert make_plan(make_demand("deepseek-v3", mesh)).fits
+    assert statuses("tiny-r1")[:2] == ["pass", "pass"]
+
+
+def test_a_config_that_cannot_be_read_is_said_once(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama_base", tokenizer=True), folder)
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(data | {"hidden_size": -1}))
+    findings = found(folder)
+    assert "hidden_size" in findings["config"].found
+    assert [findings[name].status for name in ("config", "checkpoint", "room")] == ["fail", "skip", "skip"]
+    assert findings["tokenizer"].status != "fail"
+    assert [name for name in MODEL_CHECKS if "hidden_size" in findings[name].found] == ["config"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "field", "wrong"),
+    [
+        ("v3_base", "hidden_size", 65),
+        ("v3_base", "kv_lora_rank", 8),
+        ("v3_base", "vocab_size", 1000),
+        ("llama_base", "intermediate_size", 100),
+        ("llama_base", "hidden_size", 128),
+    ],
+)
+def test_the_field_that_contradicts_the_tensors_is_named(
+    tiny: Tiny, tmp_path: Path, variant: str, field: str, wrong: int
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny(variant), folder)
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(data | {field: wrong}))
+    finding = found(folder)["checkpoint"]
+    assert finding.status == "fail"
+    assert finding.found.startswith(f"{field} is {wrong} in the config; if it were {data[field]}, ")
+    assert finding.next_step.startswith(f"set {field} to {data[field]} in config.json")
+    assert len(finding.found.splitlines()) <= 8
+
+
+def test_tensors_that_no_field_explains_are_listed_in_part(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama_base"), folder)
+    data = json.loads((folder / "config.json").read_text())
+    changed = {"hidden_size": 2 * data["hidden_size"], "intermediate_size": data["intermediate_size"] - 4}
+    (folder / "config.json").write_text(json.dumps(data | changed))
+    finding = found(folder)["checkpoint"]
+    assert finding.status == "fail"
+    assert "in the config; if it were" not in finding.found
+    assert finding.found.endswith("\n  and others")
+    assert len(finding.found.splitlines()) == 7
 
 
 def test_a_model_that_is_too_large_for_this_machine(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1000)
-    room = found(tiny("llama_base"))["room"]
+    folder = tiny("llama_base")
+    room = found(folder)["room"]
     assert room.status == "fail"
-    assert "msds plan" in room.next_step
+    assert f"msds plan {folder} --mesh a2:1" in room.next_step
+    assert "0.00" not in room.found
 
 
 def test_the_command(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

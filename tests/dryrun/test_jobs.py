@@ -28,6 +28,8 @@ from tests.reference.variants import LLAMA
         ({"plan": "dp2.tp4", "steps": ("prefil",)}, "'prefil' does not exist"),
         ({"plan": "dp2.tp4", "steps": ("draft",), "mtp": 0}, "needs draft tokens"),
         ({"plan": "dp2.tp4", "dtype": "int4"}, "'int4'"),
+        ({"plan": "dp2.tp4", "concurrency": 3}, "concurrency is 3, and the 2 replicas .*: use 2 or 4"),
+        ({"plan": "dp8", "concurrency": 3}, "concurrency is 3, and the 8 replicas .*: use 8$"),
         ({"plan": "dp2.tp4", "mtp": 99}, "mtp is 99"),
         ({"plan": "dp2.tp4", "max_model_len": 1 << 30}, "context"),
         ({"plan": "tp4.dp2", "eplb_step_interval": 9}, "plan dp2.tp4 has no ep"),
@@ -49,6 +51,9 @@ def test_auto_takes_a_plan_that_runs(tmp_path):
     job = tiny_job(config_file(tmp_path), "a2:8", "auto")
     assert job.shards.pp == 1
     assert job.shards.ranks == 8
+    for texts in (3, 8):
+        assert texts % tiny_job(config_file(tmp_path), "a2:4", "auto", concurrency=texts).shards.dp == 0
+    assert tiny_job("tiny-r1", "a2:2", "auto").demand.config.num_hidden_layers == 4
 
 
 def test_steps_and_drafts_follow_the_model(tmp_path):

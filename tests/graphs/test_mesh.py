@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msds_graphs.errors import GraphError
-from msds_graphs.mesh import HARDWARE, Mesh
+from msds_graphs.mesh import HARDWARE, MOST_RANKS, Mesh
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_anything_else_names_the_legal_forms(text: str) -> None:
 )
 def test_parts_of_nodes_name_the_nearest_sizes(text: str, nearest: str) -> None:
     with pytest.raises(GraphError, match=f"neither whole nodes of .* nor a legal part .*the nearest are {nearest}"):
+        Mesh.parse(text)
+
+
+@pytest.mark.parametrize("text", ["cpu:4097", "cpu:720720", "a2:1000000000", "a3:" + "9" * 5000])
+def test_meshes_are_bounded(text: str) -> None:
+    with pytest.raises(GraphError, match=f"^mesh {text[:8]}.* has too many ranks: at most {MOST_RANKS}$"):
         Mesh.parse(text)
 
 

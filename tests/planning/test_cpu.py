@@ -131,3 +131,14 @@ def test_a_tenth_of_a_gibibyte_too_little_is_named_with_two_remedies(monkeypatch
     assert shorter.change == f"--max-model-len {131072 - missing}, a text per replica"
     assert shorter.fits
     assert more.change == f"{one / 0.8 / 2**30:.2f} GiB of free memory"
+
+
+def test_memory_that_must_be_free_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msds.planning.demand.free_memory_bytes", lambda: 1 << 34)
+    report = make_plan(make_demand("deepseek-v3", "cpu:2"))
+    text = report.render()
+    needed, (memory,) = report.memory.needed / 2**30, report.remedies
+    assert f"or {2 * needed / 0.8:.2f} GiB of free memory on this machine: 2 x {needed:,.1f} GiB are 80% of it" in text
+    assert not memory.is_option
+    assert "would need" not in text
+    assert "nothing else that helps was found" in text

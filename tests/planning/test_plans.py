@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from msds.config import config_json, read_config
 from msds.errors import ConfigError, OptionError
 from msds.planning import make_demand, make_plan
 from msds.planning.memory import GRAPH_BYTES
+from msds.presets import PRESETS
+from msds.pretrained import DEFAULT_MODEL
 from msds_graphs.errors import GraphError
 from msds_graphs.sharding import ShardPlan
 from tests.planning.by_hand import (
@@ -27,7 +32,7 @@ def planned(model: str, mesh: str, plan: str = "auto", **options: Any) -> Any:
 
 
 def remedy(report: Any, change: str) -> Any:
-    return next(item for item in report.remedies if item.change == change)
+    return next(item for item in report.remedies if item.change.partition(" --plan ")[0] == change)
 
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-r1"])
@@ -150,6 +155,25 @@ def test_room_for_texts_is_the_largest_that_fits() -> None:
     assert longest == 131072  # all of its context: 32 GiB of cache over two NPUs, beside 30.5 GiB of weights
     short = planned("r1-distill-llama-70b", "a2:4", max_model_len=131072, concurrency=2)
     assert (short.memory.needed <= BUDGET) is short.fits
+
+
+def test_tables_have_a_unit_in_which_no_part_vanishes() -> None:
+    tiny = planned("tiny-r1", "cpu:1").render()
+    assert "MiB of one process" in tiny
+    assert " 0.000" not in tiny
+    memory = planned("tiny-r1", "cpu:1").memory
+    for size in memory.weights.values():
+        value = size / 2**20
+        assert f" {value:.1f}" in tiny if value >= 1 else f" {value:.3f}" in tiny
+    assert f"the whole process {(memory.needed + memory.other_bytes) / 2**20:>17,.1f}" in tiny
+    assert "GiB of one NPU" in planned("deepseek-v2-lite", "a2:1").render()
+
+
+def test_what_serving_runs_is_said() -> None:
+    for mesh in ("cpu:2", "a2:2"):
+        (said,) = (note for note in planned("deepseek-v2-lite", mesh).notes if "msds serve runs" in note)
+        assert "runs dp, tp and ep over CPU processes in float32 today, not pp" in said
+        assert ("NPU" in said) is (mesh == "a2:2")
 
 
 def test_a_text_that_is_too_long_is_met_with_its_length() -> None:
@@ -313,15 +337,30 @@ def test_bad_options_are_named(options: Any, message: str) -> None:
 
 
 def test_what_a_cpu_does_not_have_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"dtype is 'bfloat16'.*float32"):
+    with pytest.raises(OptionError, match=r"dtype is 'bf16': on a CPU .*; use fp32, or a2 or a3"):
         make_demand("r1-distill-qwen-7b", "cpu:1", dtype="bf16")
+    assert make_demand("r1-distill-qwen-7b", "cpu:1", dtype="fp32").dtype == "float32"
     with pytest.raises(OptionError, match="quant is 'w8a8': on a CPU"):
         make_demand("r1-distill-qwen-7b", "cpu:1", quant="w8a8")
 
 
 def test_unknown_models_name_the_presets() -> None:
-    with pytest.raises(ConfigError, match=r"'deepseek-r9' is neither a folder.*deepseek-v3, .*r1-distill-llama-70b"):
-        make_demand("deepseek-r9", "a2:16")
+    for name in ("deepseek-r9", ""):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}' is neither a folder.*tiny-r1 ships .*deepseek-v3, .*r1-distill-llama-70b"
+        ):
+            make_demand(name, "a2:16")
+
+
+def test_the_shipped_model_has_a_name_unless_something_here_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert make_demand("tiny-r1", "cpu:1", mtp=1).config == read_config(DEFAULT_MODEL)
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-r1", "deepseek-v3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config_json(PRESETS["deepseek-v2-lite"]())))
+        assert make_demand(name, "cpu:1").config == PRESETS["deepseek-v2-lite"]()
 
 
 @pytest.mark.parametrize(("dtype", "item"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])

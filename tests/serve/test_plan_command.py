@@ -56,6 +56,8 @@ def test_exit_code_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> N
             "evenly to 16 ranks of ep; use 16",
         ),
         (["r1-distill-qwen-7b", "--mesh", "a2:1", "--plan", "tp1", *EVERY], "qwen2 as configured has no routed"),
+        (["tiny-r1", "--mesh", "cpu:720720"], "too many ranks: at most 4096"),
+        (["tiny-r1", "--mesh", "cpu:1", "--dtype", "bf16"], "use fp32, or a2 or a3"),
     ],
 )
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -65,6 +67,31 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     assert captured.err.startswith("msds: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_the_shipped_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny-r1", "--mesh", "cpu:2", "--plan", "tp2.ep2", "--max-model-len", "128", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["model"] == "tiny-r1"
+    assert report["memory"]["communication"] < 100 << 20
+    assert report["memory"]["graphs_and_workspace"] + report["memory"]["communication"] < 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["tiny-r1", "--plan", "dp2.ep2", "--concurrency", "3"],
+            "concurrency is 3, and the 2 replicas of plan dp2.ep2",
+        ),
+        (["tiny-r9"], "tiny-r1 ships with msds, the presets are deepseek-v3"),
+    ],
+)
+def test_compiling_takes_the_same_models(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["compile", *arguments, "--mesh", "a2:2", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_balanced_experts_are_planned(capsys: pytest.CaptureFixture[str]) -> None:

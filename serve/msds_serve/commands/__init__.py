@@ -1,11 +1,10 @@
 """Commands of `msds`, a module each: `add(commands)` defines its options, `run(options)` does the work."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msds.pretrained import DEFAULT_MODEL, TINY_R1
+from msds.pretrained import DEFAULT_MODEL, TINY_R1, model_folder
 
 
 def add_command(
@@ -26,11 +25,6 @@ def add_model(command: argparse.ArgumentParser, text: str, *, optional: bool = F
         f"; default: {TINY_R1}, which ships with msds" if optional else f"; {TINY_R1} is the one that ships with msds"
     )
     command.add_argument("model", metavar="MODEL", type=model_folder, help=text + ending, **settings)
-
-
-def model_folder(text: str) -> str:
-    """The folder that a MODEL argument means: the shipped model by its name, unless a folder here has that name."""
-    return str(DEFAULT_MODEL) if text == TINY_R1 and not os.path.exists(text) else text
 
 
 def int_list(text: str) -> tuple[int, ...]:

@@ -15,13 +15,17 @@ from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "compile", run, "Compile a model for Ascend without hardware; no weights needed.")
-    command.add_argument("model", metavar="MODEL", help="folder, bare config.json, or preset such as deepseek-r1")
+    command.add_argument(
+        "model", metavar="MODEL", help="folder, bare config.json, tiny-r1 or a preset such as deepseek-r1"
+    )
     command.add_argument("--dry-run", action="store_true", help="required: compiling for NPUs that are there is not")
     command.add_argument("--mesh", required=True, help="a2:N (NPUs) or a3:N (dies), for example a2:16")
     command.add_argument("--plan", help="auto (default: the planner's best without stages) or for example tp8.ep8")
     command.add_argument("--dtype", help="bf16 (default), fp16 or fp32")
     command.add_argument("--max-model-len", metavar="N", type=int, help="default: the model's context, at most 4096")
-    command.add_argument("--concurrency", metavar="N", type=int, help="texts over all replicas; default 8")
+    command.add_argument(
+        "--concurrency", metavar="N", type=int, help="texts over all replicas; default 8, or the next multiple of them"
+    )
     command.add_argument(
         "--mtp", metavar="K", type=int, help="draft tokens; default 1 where the model has an MTP layer"
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from msds.errors import OptionError
-from msds_serve.commands import add_command, model_folder
+from msds.pretrained import model_folder
+from msds_serve.commands import add_command
 
 GGUF, TRAINING, HF = "a GGUF file", "a MindSpore training checkpoint", "a Hugging Face folder"
 _GGUF_SUFFIXES = (".gguf", ".whl", ".zip")

@@ -6,14 +6,14 @@ import argparse
 import json
 from typing import Any
 
-from msds_serve.commands import add_command, model_folder
+from msds_serve.commands import add_command
 
 
 def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "doctor", run, "Check this machine, its software and a checkpoint before serving.")
     command.add_argument(
-        "model", metavar="MODEL", type=model_folder, nargs="?", help="folder, or bare config.json; default: none"
+        "model", metavar="MODEL", nargs="?", help="folder, bare config.json, tiny-r1 or a preset; default: none"
     )
     command.add_argument("--port", metavar="N", type=int, default=8000, help="port to serve on; default 8000")
     command.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

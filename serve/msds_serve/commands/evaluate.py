@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from msds_serve.commands import add_command, add_model, model_folder
+from msds.pretrained import model_folder
+from msds_serve.commands import add_command, add_model
 
 
 def add(commands: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from msds_serve.commands import add_command, given, model_folder
+from msds_serve.commands import add_command, given
 from msds_serve.commands.mesh import BALANCE_OPTIONS, add_balance
 
 
@@ -14,7 +14,7 @@ def add(commands: Any) -> None:
     """Define the command."""
     command = add_command(commands, "plan", run, "Plan memory and sharding of a model from its config alone.")
     command.add_argument(
-        "model", metavar="MODEL", type=model_folder, help="folder, bare config.json, or preset such as deepseek-r1"
+        "model", metavar="MODEL", help="folder, bare config.json, tiny-r1 or a preset such as deepseek-r1"
     )
     command.add_argument("--mesh", required=True, help="cpu:N, a2:N (NPUs) or a3:N (dies), for example a2:16")
     command.add_argument("--plan", default="auto", help="auto (default) or for example dp2.tp4.ep8")

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msds.errors import OptionError
-from msds_serve.commands import add_command, add_model, given, int_list, model_folder
+from msds.pretrained import model_folder
+from msds_serve.commands import add_command, add_model, given, int_list
 from msds_serve.commands.mesh import add_cluster, check_single, launch_ranks
 
 if TYPE_CHECKING:
