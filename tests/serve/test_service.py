@@ -16,7 +16,6 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from msds.errors import ConstraintError
 from msds_serve.app import create_app
 from msds_serve.bodies import Bodies
 from msds_serve.protocol.errors import ApiError
@@ -339,21 +338,6 @@ def test_a_text_far_too_long_is_refused_before_it_is_cut_into_tokens(service: Se
     service.check_length(1000, "prompt")
     with pytest.raises(ApiError, match="has 1000000 characters, far more than the context of 128 tokens"):
         service.check_length(10**6, "prompt")
-
-
-def test_a_constraint_that_cannot_be_kept_under_way_is_the_requests_fault(
-    client: Client, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stuck(*arguments: Any) -> Any:
-        raise ConstraintError("the constraint cannot be followed: too many items")
-
-    fields = {"response_format": {"type": "json_object"}, "ignore_eos": True}
-    with monkeypatch.context() as patch:
-        patch.setattr("msds.constraints.state.ConstraintState.mask", property(stuck))
-        error = chat(client, **fields).json()["error"]
-        assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
-        assert "too many items" in error["message"]
-    assert chat(client, **fields).status_code == 200
 
 
 def test_a_constraint_is_compiled_once_for_all_prompts(

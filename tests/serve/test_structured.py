@@ -266,7 +266,7 @@ def test_a_stuck_constraint_fails_its_request_alone(
     with monkeypatch.context() as patch:
         patch.setattr(TokenTable, "allowed_by", fail)
         response = client.post(COMPLETIONS, json=body)
-    assert response.status_code == 500
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")
     assert "too complex" in response.json()["error"]["message"]
     assert client.post(COMPLETIONS, json=body).json()["choices"][0]["text"] == "stuck here"
     assert service.engine.stats.referenced_blocks == 0
