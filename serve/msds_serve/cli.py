@@ -35,6 +35,7 @@ from msds_serve.commands.mesh import (
     check_single,
     checked_plan,
     launch_ranks,
+    replica_options,
     step_timeout,
 )
 
@@ -211,15 +212,15 @@ def _generate(options: argparse.Namespace) -> int:
 
         check_single(options, "--mesh")
         return generate_with(LLM(options.model, progress=False if options.json else None, **engine), options)
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
+    plan = checked_plan(options.mesh, options.plan, options.model)
     arguments = {
         "path": options.model,
-        "plan": plan,
+        "plan": str(plan),
         "step_timeout": step_timeout(options),
-        "engine": engine,
+        "engine": replica_options(engine, plan.dp),
         "options": {name: value for name, value in vars(options).items() if name != "run"},
     }
-    launch_ranks("msds_serve.ranks:generate_rank", arguments, options, ranks, stop_seconds=1.0)
+    launch_ranks("msds_serve.ranks:generate_rank", arguments, options, plan.ranks, stop_seconds=1.0)
     return EXIT_OK
 
 
@@ -271,12 +272,13 @@ def _serve(options: argparse.Namespace) -> int:
         return EXIT_OK
     from msds_serve.run import checked_options
 
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
+    plan = checked_plan(options.mesh, options.plan, options.model)
+    arguments["engine"] = replica_options(arguments["engine"], plan.dp)
     check_balance(plan, options)
     drain = checked_options(options.port, arguments["service"]).drain_seconds
     timeout = step_timeout(options)
-    per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}
-    launch_ranks("msds_serve.ranks:serve_rank", per_rank, options, ranks, stop_seconds=drain + END_SECONDS)
+    per_rank = {"path": options.model, "plan": str(plan), "step_timeout": timeout, "arguments": arguments}
+    launch_ranks("msds_serve.ranks:serve_rank", per_rank, options, plan.ranks, stop_seconds=drain + END_SECONDS)
     return EXIT_OK
 
 

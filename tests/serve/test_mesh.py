@@ -32,7 +32,7 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--mesh", "cpu:2", "--plan", "dp2", "--max-num-seqs", "3"],
             ["max_num_seqs is 3", "2 replicas", "use 2 or 4"],
         ),
-        (["--mesh", "cpu:3", "--plan", "dp3"], ["max_num_seqs is 8", "3 replicas", "use 6 or 9"]),
+        (["--mesh", "cpu:2", "--plan", "ep2"], ["ep 2 does not divide dp * tp", "write tp2.ep2 or dp2.ep2"]),
         (["--mesh", "cpu:2", "--plan", "dp2", "--max-num-seqs", "1"], ["max_num_seqs is 1", "use 2\n"]),
         (["--mesh", "cpu:2", "--plan", "pp2"], ["plan pp2 does not fit", "pp is planned but not executed"]),
         (["--mesh", "cpu:3"], ["plan tp3 does not fit", "heads"]),
@@ -64,6 +64,42 @@ def test_what_cannot_be_is_refused(
     assert captured.err.count("\n") == 1
     for part in names:
         assert part in captured.err
+
+
+@pytest.mark.parametrize("variant", ["llama_base", "v3_all_dense"])
+@pytest.mark.parametrize("plan", ["ep2", "tp2.ep2"])
+def test_experts_that_are_not_there_are_not_spread(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str], variant: str, plan: str
+) -> None:
+    assert main(["serve", str(tiny(variant)), "--mesh", "cpu:2", "--plan", plan]) == 2
+    assert f"plan {plan} has ep, but" in (said := capsys.readouterr().err)
+    assert "has no routed experts to spread: leave ep out" in said
+
+
+@pytest.mark.parametrize("command", [["serve"], ["generate", "--token-ids", "1"]], ids=["serve", "generate"])
+@pytest.mark.parametrize(("plan", "wanted"), [("dp3", 9), ("dp2", None)])
+def test_the_default_of_max_num_seqs_fits_the_replicas(
+    tiny: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    plan: str,
+    wanted: int | None,
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr("msds_serve.cli.launch_ranks", lambda entry, arguments, *_, **__: launched.append(arguments))
+    name, *others = command
+    given = [name, str(tiny("llama_base")), *others, "--mesh", f"cpu:{plan[2]}", "--plan", plan]
+    assert main(given) == 0
+    (arguments,) = launched
+    engine = arguments["engine"] if name == "generate" else arguments["arguments"]["engine"]
+    assert engine.get("max_num_seqs") == wanted
+    said = capsys.readouterr().err
+    assert said.startswith("msds: max_num_seqs is 9, not the usual 8: 3 replicas") == (wanted is not None), said
+    if wanted is not None:
+        assert main([*given, "--max-num-seqs", "8"]) == 2
+        assert "max_num_seqs is 8, and 3 replicas (dp)" in (said := capsys.readouterr().err)
+        assert "use 6 or 9" in said
 
 
 EP = ["--mesh", "cpu:2", "--plan", "tp2.ep2"]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msds.errors import OptionError
 from msds_serve.commands import given
+
+if TYPE_CHECKING:
+    from msds_graphs.sharding import ShardPlan
 
 STEP_TIMEOUT = 300.0
 BALANCE_OPTIONS = ("eplb_step_interval", "num_redundant_experts")
@@ -47,18 +51,17 @@ def add_balance(command: argparse.ArgumentParser) -> None:
     )
 
 
-def check_balance(plan: str, options: argparse.Namespace) -> None:
+def check_balance(plan: ShardPlan, options: argparse.Namespace) -> None:
     """OptionError where the options of balancing, or they with the plan and the model, cannot be."""
     from msds.config import read_config
     from msds.models.specs.parts import spread_experts
     from msds.options import EngineOptions
     from msds_graphs.errors import GraphError
-    from msds_graphs.sharding import ShardPlan
 
     checked = EngineOptions(**given(options, BALANCE_OPTIONS))
     if checked.eplb_step_interval:
         try:
-            spread_experts(read_config(options.model), ShardPlan.parse(plan), checked.num_redundant_experts)
+            spread_experts(read_config(options.model), plan, checked.num_redundant_experts)
         except GraphError as error:
             raise OptionError(str(error)) from None
 
@@ -88,34 +91,52 @@ def check_single(options: argparse.Namespace, without: str) -> None:
             raise OptionError(f"{name} is for several processes: give {without} too, or leave it out")
 
 
-def checked_plan(mesh_text: str, plan_text: str | None, model: str, max_num_seqs: int | None) -> tuple[str, int]:
-    """The plan of a mesh, as text, and its ranks; OptionError where the mesh, the model or the answers that are decoded
-    together (None: the default) cannot be run so."""
+def checked_plan(mesh_text: str, plan_text: str | None, model: str) -> ShardPlan:
+    """The plan of a mesh; OptionError where the mesh or the model cannot be run so."""
     from msds.config import read_config
     from msds.models.specs import model_specs
-    from msds.models.specs.parts import rank_parts
-    from msds.options import EngineOptions
+    from msds.models.specs.parts import moe_layers, rank_parts
     from msds_graphs.errors import GraphError
     from msds_graphs.mesh import Mesh
     from msds_graphs.ranks import Ranks
-    from msds_graphs.sharding import ShardPlan
+    from msds_graphs.sharding import ShardPlan, written_axes
 
+    config = read_config(model)
     try:
         mesh = Mesh.parse(mesh_text)
-        plan = ShardPlan.parse(plan_text if plan_text is not None else f"tp{mesh.ranks}")
+        text = plan_text if plan_text is not None else f"tp{mesh.ranks}"
+        if written_axes(text).get("ep", 1) > 1 and not moe_layers(config):
+            raise OptionError(
+                f"plan {text} has ep, but {model} ({config.model_type}) has no routed experts to spread: leave ep out"
+            )
+        plan = ShardPlan.parse(text)
         plan.check_mesh(mesh)
     except GraphError as error:
         raise OptionError(str(error)) from None
     if mesh.hardware.kind != "cpu":
         raise OptionError(f"mesh {mesh}: this version runs models on cpu:N; `msds plan` plans for {mesh.hardware.kind}")
-    engine = EngineOptions() if max_num_seqs is None else EngineOptions(max_num_seqs=max_num_seqs)
-    engine.seqs_per_replica(plan.dp)
-    config = read_config(model)
     try:
         rank_parts(model_specs(config).spec(config, "float32"), config, Ranks(plan))
     except GraphError as error:
         raise OptionError(f"plan {plan} does not fit {model}: {error}") from None
-    return str(plan), plan.ranks
+    return plan
+
+
+def replica_options(engine: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """The engine's options, with max_num_seqs for as many replicas: OptionError where the one that was asked for does
+    not divide, the default is raised to the next that does."""
+    from msds.options import EngineOptions
+
+    default = EngineOptions().max_num_seqs
+    if "max_num_seqs" not in engine and default % replicas:
+        raised = -(-default // replicas) * replicas
+        print(
+            f"msds: max_num_seqs is {raised}, not the usual {default}: {replicas} replicas (dp) share it evenly",
+            file=sys.stderr,
+        )
+        return engine | {"max_num_seqs": raised}
+    EngineOptions(max_num_seqs=engine.get("max_num_seqs", default)).seqs_per_replica(replicas)
+    return engine
 
 
 def step_timeout(options: argparse.Namespace) -> float:
