@@ -71,14 +71,14 @@ def test_every_rank_runs_once_and_is_logged(tmp_path: Path, capsys: pytest.Captu
     [
         ("raise", 1, ["rank 1 failed: RuntimeError: a fault of ours", "the last thing it said"], 1),
         ("exit", 2, ["rank 2 ended with exit code 7", "the last thing it said", "rank-2.log"], 1),
-        ("kill", 0, ["rank 0 was ended by SIGKILL", "the last thing it said"], 1),
+        ("kill", 1, ["rank 1 was ended by SIGKILL", "the last thing it said"], 1),
         ("refuse", 1, ["block_size is 0: it must be at least 1"], 2),
     ],
 )
 def test_a_rank_that_fails_is_named_and_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int, names: list[str], code: int
 ) -> None:
-    monkeypatch.setattr("msds.launch.processes.AFTERMATH_SECONDS", 0.1)
+    monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
     before = children()
     with pytest.raises(RankError) as caught:
         run("fail_in_one", 3, tmp_path, rank=rank, how=how)
@@ -95,9 +95,8 @@ def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytes
         launch(
             f"{ENTRIES}:write_place",
             {"folder": str(tmp_path)},
-            Cluster(2),
+            Cluster(2, startup_seconds=2),
             logs=tmp_path / "logs",
-            startup_seconds=2,
         )
 
 
@@ -125,17 +124,6 @@ def test_ranks_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
     program.kill()
     program.wait(30)
     until(lambda: all(is_gone(pid) for pid in ranks))
-
-
-def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
-    with Cluster(1).leader_listener() as probe:
-        port = probe.getsockname()[1]  # free now, and most likely the next one too
-    clusters = [
-        Cluster(4, nodes=2, node_rank=node, master=f"127.0.0.1:{port - 1}", secret="a" * 32) for node in range(2)
-    ]
-    for cluster in clusters:
-        launch(f"{ENTRIES}:write_place", {"folder": str(tmp_path)}, cluster, logs=tmp_path / "logs", collectives=False)
-    assert sorted(path.name for path in tmp_path.glob("*-of-4")) == [f"{rank}-of-4" for rank in range(4)]
 
 
 def _program(tmp_path: Path, entry: str, **arguments: Any) -> subprocess.Popen[bytes]:

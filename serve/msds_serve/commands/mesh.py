@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +68,22 @@ def check_balance(plan: ShardPlan, options: argparse.Namespace) -> None:
 
 def add_cluster(ranks: Any) -> None:
     """Where the processes run and log."""
-    ranks.add_argument("--rank-logs", metavar="FOLDER", help="what each process logs; default a new temporary folder")
+    ranks.add_argument(
+        "--rank-logs",
+        metavar="FOLDER",
+        help="what each process logs; default a new temporary folder, which is removed when all ended well",
+    )
     ranks.add_argument(
         "--nodes", metavar="N", type=int, default=1, help="machines, each running this command; default 1"
     )
     ranks.add_argument("--node-rank", metavar="I", type=int, default=0, help="which of them this is; default 0")
     ranks.add_argument("--master", metavar="HOST:PORT", help="address of machine 0, where PORT and PORT + 1 are free")
+    ranks.add_argument(
+        "--startup-timeout",
+        metavar="SECONDS",
+        type=float,
+        help="how long machines, and then processes, wait for each other at the start; default 600",
+    )
 
 
 def check_single(options: argparse.Namespace, without: str) -> None:
@@ -85,6 +95,7 @@ def check_single(options: argparse.Namespace, without: str) -> None:
         "--nodes": options.nodes if options.nodes != 1 else None,
         "--node-rank": options.node_rank or None,
         "--master": options.master,
+        "--startup-timeout": options.startup_timeout,
     }
     for name, value in given.items():
         if value is not None:
@@ -139,6 +150,13 @@ def replica_options(engine: dict[str, Any], replicas: int) -> dict[str, Any]:
     return engine
 
 
+def common_facts(command: str, model: str, plan: ShardPlan, engine: Mapping[str, Any]) -> dict[str, str]:
+    """What the nodes of a command must have in common."""
+    from msds.launch.facts import model_facts
+
+    return {"the command": command, **model_facts(model, str(plan), engine)}
+
+
 def step_timeout(options: argparse.Namespace) -> float:
     """Seconds; OptionError where it is no time."""
     timeout = STEP_TIMEOUT if options.step_timeout is None else float(options.step_timeout)
@@ -148,12 +166,30 @@ def step_timeout(options: argparse.Namespace) -> float:
 
 
 def launch_ranks(
-    entry: str, arguments: Mapping[str, Any], options: argparse.Namespace, ranks: int, *, stop_seconds: float
+    entry: str,
+    arguments: Mapping[str, Any],
+    options: argparse.Namespace,
+    ranks: int,
+    *,
+    facts: Callable[[], Mapping[str, str]],
+    stop_seconds: float,
+    drains: bool = False,
 ) -> None:
-    """Launch `entry` on all ranks as the command line says, and return when they are done."""
+    """Launch `entry` on all ranks as the command line says, and return when they are done.
+
+    facts: what several nodes must have in common; drains: as for `launch`.
+    """
     from msds.launch import SECRET_VARIABLE, Cluster, launch
 
     secret = os.environ.get(SECRET_VARIABLE, "") if options.nodes > 1 else ""
-    cluster = Cluster(ranks, options.nodes, options.node_rank, options.master, secret)
-    logs = Path(options.rank_logs) if options.rank_logs is not None else None
-    launch(entry, arguments, cluster, logs=logs, collectives=True, stop_seconds=stop_seconds)
+    limit = {} if options.startup_timeout is None else {"startup_seconds": options.startup_timeout}
+    cluster = Cluster(ranks, options.nodes, options.node_rank, options.master, secret, **limit)
+    launch(
+        entry,
+        arguments,
+        cluster,
+        facts=facts() if options.nodes > 1 else {},
+        logs=Path(options.rank_logs) if options.rank_logs is not None else None,
+        stop_seconds=stop_seconds,
+        drains=drains,
+    )
