@@ -161,8 +161,8 @@ def _come(cluster: Cluster, facts: Mapping[str, str], received: Sequence[object]
             if one.kind == "refused":
                 raise OptionError(one.fields["problem"])
             raise RankError(f"node 0 has left {address[0]}:{address[1]} before all nodes had come: look there")
+        time.sleep(_TICK)
         wait.remind("the other nodes", "start them too")
-        time.sleep(_TICK / 10)
     with links:
         return Links({})
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msds.errors import OptionError, RankError
+from msds.errors import OptionError
 from msds.launch.cluster import Cluster
 from msds.launch.meeting import Links, meet
 from msds.launch.place import Place
@@ -114,21 +114,16 @@ def _run(
     folder = _new_folder() if logs is None else logs
     print(f"msds: logs of {len(program.cluster.ranks_here)} ranks in {folder}", file=sys.stderr, flush=True)
     processes: list[Process] = []
-    keeps = True
+    supervision: Supervision | None = None
     try:
         _start(processes, program, folder, listener)
         supervision = Supervision(processes, program.cluster, links, received, program.stop_seconds)
         ended_well = supervision.run()
         links.tell("done")
-        keeps = supervision.keeps_logs
         return ended_well
-    except RankError as error:
-        problem = str(error).partition("\n")[0]
-        links.tell("failed", {"problem": problem, "exit_code": error.exit_code})
-        raise
     finally:
         end(processes)
-        if logs is None and keeps:
+        if logs is None and (supervision is None or supervision.keeps_logs):
             print(f"msds: the logs of the ranks stay in {folder}", file=sys.stderr, flush=True)
         elif logs is None:
             shutil.rmtree(folder, ignore_errors=True)

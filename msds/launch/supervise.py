@@ -49,7 +49,7 @@ class Process:
 
 
 class Supervision:
-    """From the start of all ranks to the end of the last. `keeps_logs`: something went wrong after a signal, too."""
+    """From the start of all ranks to the end of the last. keeps_logs: what happened is worth to be looked into."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Supervision:
         received: Sequence[signal.Signals],
         stop_seconds: float,
     ) -> None:
-        self.keeps_logs = False
+        self.keeps_logs = True
         self._processes = processes
         self._ranks = [process for process in processes if process.rank is not None]
         self._cluster, self._links = cluster, links
@@ -68,6 +68,8 @@ class Supervision:
         """Why the ranks of another node are leaving."""
         self._excused: set[int] = set()
         """Nodes that have said that they end."""
+        self._is_odd = False
+        """Ranks did not end as they were told to."""
         self._deadline: float | None = None
         self._aftermath: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -113,13 +115,10 @@ class Supervision:
                 self._left = one.fields["why"]
                 self._links.tell("leaving", one.fields, beside=one.node)
             elif one.kind == "failed" and not self._is_ending:
-                problem = RankError(f"node {one.node}: {one.fields['problem']}", one.fields["exit_code"])
-                self._pass_on(problem)
-                raise problem
+                raise self._failed_elsewhere(one.node, one.fields["problem"], one.fields["exit_code"])
             elif one.kind == "gone" and not self._is_ending and one.node not in self._excused:
-                problem = RankError(f"{self._cluster.names([one.node])} went without a word: look there")
-                self._pass_on(problem)
-                raise problem
+                went = f"{self._cluster.names([one.node])} went without a word: look there"
+                raise self._failed_elsewhere(one.node, went, 1)
             if one.kind in ("done", "leaving"):
                 self._excused.add(one.node)
 
@@ -127,7 +126,9 @@ class Supervision:
         limit = self._cluster.startup_seconds
         late = [process for process in self._ranks if not process.is_ready and process.runs]
         if late and time.monotonic() - started > limit:
-            raise RankError(f"{_names(late)} did not report within {limit:g} s of starting{_tail(late[0])}")
+            problem = f"{_names(late)} did not report within {limit:g} s of starting"
+            self._links.tell("failed", {"problem": problem, "exit_code": 1})
+            raise RankError(problem + _tail(late[0]))
 
     def _end(self, failed: Sequence[Process]) -> bool:
         """Tell ranks to end; whether there is nothing more to wait for."""
@@ -137,7 +138,8 @@ class Supervision:
             self._deadline = now + self._stop_seconds
             if self._received:
                 name = self._received[0].name
-                self._links.tell("leaving", {"why": f"node {self._cluster.node_rank} was told to end by {name}"})
+                here = self._cluster.names([self._cluster.node_rank])
+                self._links.tell("leaving", {"why": f"{here} left, told to end by {name}"})
             why = self._received[0].name if self._received else self._left
             _say(
                 f"{why}: {_names(left)} {'are' if len(left) > 1 else 'is'} told to end, within {self._stop_seconds:g} s"
@@ -146,16 +148,16 @@ class Supervision:
                 process.popen.send_signal(signal.SIGTERM)
         if len(self._received) > 1:
             _say(f"{self._received[1].name} again: {_names(left)} killed")
-            self.keeps_logs = True
+            self._is_odd = True
             return True
         if now > self._deadline:
             _say(f"{_names(left)} did not end within {self._stop_seconds:g} s: killed")
-            self.keeps_logs = True
+            self._is_odd = True
             return True
         if failed and self._aftermath is None:
             self._aftermath = now + AFTERMATH_SECONDS  # the others cannot go on without it
             # those that end later do so because it has
-            self.keeps_logs = all(process.popen.returncode not in _OBEYED for process in failed)
+            self._is_odd = all(process.popen.returncode not in _OBEYED for process in failed)
         if self._aftermath is not None and now > self._aftermath:
             _say(
                 f"{_names(left)} killed: {_names(failed)} had ended {AFTERMATH_SECONDS:g} s before, and a graph that "
@@ -166,10 +168,11 @@ class Supervision:
 
     def _outcome(self) -> bool:
         """After the end: whether all went well; RankError where it is not us who were told to end."""
+        self.keeps_logs = self._is_odd
         ended_well = all(process.popen.poll() == 0 for process in self._ranks)
         if self._received or self._left is None or (ended_well and not self._cluster.is_master):
             return ended_well
-        raise RankError(f"{self._left}, so this node has ended too")
+        raise RankError(f"{self._left}: this node has ended too")
 
     def _failure(self, failed: Sequence[Process]) -> RankError:
         """The rank that failed first, as far as one can tell, what it said last, and what the others say."""
@@ -179,10 +182,11 @@ class Supervision:
         text, code, tail = _explain(failed, self._ranks)
         return RankError("; ".join([text, *others]) + tail, code)
 
-    def _pass_on(self, problem: RankError) -> None:
+    def _failed_elsewhere(self, node: int, problem: str, code: int) -> RankError:
         """Another node's failure is everybody's."""
-        self._links.tell("failed", {"problem": str(problem), "exit_code": problem.exit_code})
+        self._links.tell("failed", {"problem": problem, "exit_code": code}, beside=node)
         self._settle()
+        return RankError(f"node {node}: {problem}", code)
 
     def _settle(self) -> list[str]:
         """After a failure: let the others say what they have to, for a little while; what other nodes say."""
