@@ -115,10 +115,13 @@ class Supervision:
                 self._left = one.fields["why"]
                 self._links.tell("leaving", one.fields, beside=one.node)
             elif one.kind == "failed" and not self._is_ending:
-                raise self._failed_elsewhere(one.node, one.fields["problem"], one.fields["exit_code"])
+                problem, code = f"node {one.node}: {one.fields['problem']}", one.fields["exit_code"]
+                self._settle_all(problem, code, one.node)
+                raise RankError(problem, code)
             elif one.kind == "gone" and not self._is_ending and one.node not in self._excused:
-                went = f"{self._cluster.names([one.node])} went without a word: look there"
-                raise self._failed_elsewhere(one.node, went, 1)
+                problem = f"{self._cluster.names([one.node])} went without a word: look there"
+                self._settle_all(problem, 1, one.node)
+                raise RankError(problem)
             if one.kind in ("done", "leaving"):
                 self._excused.add(one.node)
 
@@ -182,11 +185,10 @@ class Supervision:
         text, code, tail = _explain(failed, self._ranks)
         return RankError("; ".join([text, *others]) + tail, code)
 
-    def _failed_elsewhere(self, node: int, problem: str, code: int) -> RankError:
-        """Another node's failure is everybody's."""
+    def _settle_all(self, problem: str, code: int, node: int) -> None:
+        """The failure of another node is that of all others, too."""
         self._links.tell("failed", {"problem": problem, "exit_code": code}, beside=node)
         self._settle()
-        return RankError(f"node {node}: {problem}", code)
 
     def _settle(self) -> list[str]:
         """After a failure: let the others say what they have to, for a little while; what other nodes say."""

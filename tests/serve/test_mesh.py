@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--plan", "tp2"], ["--plan is for several processes: give --mesh too"]),
         (["--step-timeout", "3"], ["--step-timeout is for several processes"]),
         (["--rank-logs", "logs"], ["--rank-logs is for several processes"]),
+        (["--mesh", "cpu:2", "--rank-logs", "/proc/foo"], ["rank_logs is '/proc/foo', where no logs can be written"]),
+        (["--mesh", "cpu:2", "--rank-logs", __file__], ["test_mesh.py', where no logs can be written (File exists)"]),
+        (["--mesh", "cpu:2", "--startup-timeout", "0"], ["startup_timeout is 0: it must be from 1 to 86400 seconds"]),
+        (["--startup-timeout", "5"], ["--startup-timeout is for several processes"]),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -148,3 +153,39 @@ def test_balancing_reaches_every_rank(tiny: Callable[..., Path], monkeypatch: py
 def test_the_service_is_checked_first(tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(tiny("v3_base")), "--mesh", "cpu:2", "--port", "99999"]) == 2
     assert "port is 99999" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_ranks_are_started(
+    tiny: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", str(tiny("v3_base")), "--mesh", "cpu:2", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"msds: error: host 127.0.0.1 with port {port} cannot be served on" in said
+    assert "logs of" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        (["serve"], "--plan", "tp2"),
+        (["serve", "--max-model-len", "64"], "--max-model-len", "64"),
+        (["generate", "--token-ids", "1"], "the command", "generate"),
+    ],
+)
+def test_nodes_are_to_have_the_command_line_in_common(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, arguments: list[str], option: str, value: str
+) -> None:
+    launched: list[Any] = []
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 20)
+    monkeypatch.setattr("msds.launch.launch", lambda *given, **options: launched.append((*given, options)))
+    command, *others = arguments
+    several = ["--mesh", "cpu:2", "--nodes", "2", "--node-rank", "1", "--master", "here:5000", "--startup-timeout", "7"]
+    assert main([command, str(tiny("v3_base")), *others, *several]) == 0
+    ((_, _, cluster, options),) = launched
+    assert options["facts"][option] == value
+    assert options["drains"] == (command == "serve")
+    assert cluster.startup_seconds == 7
