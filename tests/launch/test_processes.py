@@ -89,6 +89,15 @@ def test_a_rank_that_fails_is_named_and_ends_all(
     assert children() == before
 
 
+def test_the_log_of_rank_0_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
+    with pytest.raises(RankError, match="rank 0 was ended by SIGKILL$"):
+        run("fail_in_one", 2, tmp_path, rank=0, how="kill")
+    assert capsys.readouterr().err.count("the last thing it said") == 1
+
+
 def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # two seconds are too few to import MindSpore
 

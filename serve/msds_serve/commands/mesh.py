@@ -74,7 +74,11 @@ def add_cluster(ranks: Any) -> None:
         help="what each process logs; default a new temporary folder, which is removed when all ended well",
     )
     ranks.add_argument(
-        "--nodes", metavar="N", type=int, default=1, help="machines, each running this command; default 1"
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="machines, each running this command: same options, same checkpoint; default 1",
     )
     ranks.add_argument("--node-rank", metavar="I", type=int, default=0, help="which of them this is; default 0")
     ranks.add_argument("--master", metavar="HOST:PORT", help="address of machine 0, where PORT and PORT + 1 are free")
