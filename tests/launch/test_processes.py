@@ -93,7 +93,7 @@ def test_the_log_of_rank_0_is_shown_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
-    with pytest.raises(RankError, match="rank 0 was ended by SIGKILL$"):
+    with pytest.raises(RankError, match=r"rank 0 was ended by SIGKILL$"):
         run("fail_in_one", 2, tmp_path, rank=0, how="kill")
     assert capsys.readouterr().err.count("the last thing it said") == 1
 
