@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from msds.sampling import SamplingParams as SamplingParams
     from msds_graphs.compile import compile as compile
     from msds_graphs.plan import Plan as Plan
+    from msds_graphs.ranks import Ranks as Ranks
+    from msds_graphs.sharding import ShardPlan as ShardPlan
     from msds_graphs.specs import ArraySpec as ArraySpec
 
 __version__ = "0.1.0"
@@ -31,6 +33,8 @@ _HOMES = {
     "SamplingParams": "msds.sampling",
     "compile": "msds_graphs.compile",
     "Plan": "msds_graphs.plan",
+    "Ranks": "msds_graphs.ranks",
+    "ShardPlan": "msds_graphs.sharding",
     "ArraySpec": "msds_graphs.specs",
 }
 
@@ -42,7 +46,9 @@ __all__ = [
     "MsdsError",
     "Output",
     "Plan",
+    "Ranks",
     "SamplingParams",
+    "ShardPlan",
     "__version__",
     "compile",
     "load",

@@ -18,7 +18,7 @@ from msds.engine.schedule_types import SchedulerPolicy
 from msds.engine.sequence import Delta, GenerationSequence, Output, RequestInfo
 from msds.engine.speculation import Speculation
 from msds.errors import OptionError, PromptError, SamplingError, TokenizerError
-from msds.model import Model, load
+from msds.model import Model, checked_ranks, load
 from msds.models.specs import model_specs, tree_bytes
 from msds.models.specs.parts import expert_counts_spec, expert_topology, rank_bytes, spread_experts
 from msds.models.specs.placement import ExpertPlacement
@@ -80,7 +80,7 @@ class LLM:
                 f"num_speculative_tokens is {self.options.num_speculative_tokens}, but {folder} ({stored.model_type}) "
                 "has no MTP layer to draft with: leave it out, or use a checkpoint whose num_nextn_predict_layers is 1"
             )
-        self._ranks, self._team = ranks or ALONE, team
+        self._ranks, self._team = ALONE if ranks is None else checked_ranks(ranks), team
         self._seqs_per_replica = self.options.seqs_per_replica(self._ranks.size("dp"))
         loaded = stored if speculates else without_mtp(stored)
         placements = self._placements(loaded)

@@ -259,7 +259,8 @@ def load(
 
     dtype: "auto" (float32 on a CPU) or "float32". mtp: load the MTP layers: None if they are stored, True or raise,
     False never. plan: implementation per op, default the portable ones. ranks: load only the part of this rank of a
-    ShardPlan, from any checkpoint of the whole model; its collectives need `create_groups`. None: all on one rank.
+    plan, `msds.Ranks(msds.ShardPlan.parse("tp2"), rank)`, from any checkpoint of the whole model; its collectives need
+    `create_groups`. None: all on one rank.
     placements: which rank of `ep` holds which experts, one per MoE layer; none: runs of them. check_sha256: read every
     file once more and compare it with the manifest: None if the folder has SHA256SUMS, True with any known manifest or
     raise, False never. progress: show a bar; None on a terminal. shard_cache: a folder where what this rank holds is
@@ -272,7 +273,7 @@ def load(
     stored = read_config(path)
     plan = checked_plan(plan or Plan())
     if ranks is not None:
-        plan = Plan(plan.impl, ranks)
+        plan = Plan(plan.impl, checked_ranks(ranks))
     resolved = EngineOptions(dtype=dtype).resolved_dtype
     if shard_cache is not None:
         check_shard_cache(shard_cache, folder)
@@ -321,6 +322,16 @@ def check_digests(folder: Path, wanted: bool | None, *, progress: bool | None) -
         raise CheckpointError(
             f"{folder} has no sha256 manifest to check against: put a {MANIFEST_NAME} there, or leave the check out"
         )
+
+
+def checked_ranks(ranks: object) -> Ranks:
+    """What `ranks=` is given, if it can be that; OptionError otherwise."""
+    if not isinstance(ranks, Ranks):
+        raise OptionError(
+            f'ranks is {ranks!r}: give one rank of a plan, such as msds.Ranks(msds.ShardPlan.parse("tp2"), rank=0), or '
+            "leave it out for the whole model"
+        )
+    return ranks
 
 
 def checked_plan(plan: Plan) -> Plan:

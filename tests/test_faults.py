@@ -242,6 +242,14 @@ CALLS: dict[str, tuple[Callable[[Any], Any], type[MsdsError], str]] = {
         OptionError,
         "cache_write.*'ascendc'.*portable",
     ),
+    "a number of ranks": (lambda m: msds.load(m.model.folder, ranks=2), OptionError, "ranks is 2: give one rank"),
+    "ranks by a plan's name": (
+        lambda m: msds.load(m.model.folder, ranks="tp2"),
+        OptionError,
+        r"msds.Ranks\(msds.ShardPlan.parse\(\"tp2\"\), rank=0\)",
+    ),
+    "a list of ranks": (lambda m: msds.load(m.model.folder, ranks=[0, 1]), OptionError, r"ranks is \[0, 1\]: give one"),
+    "an LLM of no rank": (lambda m: msds.LLM(m.model.folder, ranks=0), OptionError, "ranks is 0: give one rank"),
     "MTP of a model without": (lambda m: msds.load(m.model.folder, mtp=True), CheckpointError, "MTP"),
     # prompts
     "no prompt": (lambda m: m.generate([]), PromptError, "no prompts"),

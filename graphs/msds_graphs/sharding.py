@@ -46,22 +46,16 @@ class ShardPlan:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise GraphError(f"{axis} is {value!r}: it must be a whole number of at least 1")
         if self.stage_ranks % self.ep:
+            alone = f"; write tp{self.ep}.ep{self.ep} or dp{self.ep}.ep{self.ep}" if self.stage_ranks == 1 else ""
             raise GraphError(
                 f"ep {self.ep} does not divide dp * tp = {self.dp} * {self.tp} = {self.stage_ranks}, the ranks that "
-                f"the experts are spread over: legal are {_divisors_text(self.stage_ranks)}"
+                f"the experts are spread over: legal are {_divisors_text(self.stage_ranks)}{alone}"
             )
 
     @classmethod
     def parse(cls, text: str) -> ShardPlan:
         """`dp2.tp4.ep8` or `{"dp": 2, "tp": 4, "ep": 8}`; GraphError for another axis or one that is given twice."""
-        found: dict[str, int] = {}
-        for axis, value in _json_axes(text) if text.lstrip().startswith("{") else _dotted_axes(text):
-            if axis not in AXES:
-                raise GraphError(f"plan {text!r} has axis {axis!r}: the axes are dp, tp, ep and pp")
-            if axis in found:
-                raise GraphError(f"plan {text!r} gives {axis} twice")
-            found[axis] = value
-        return cls(**found)
+        return cls(**written_axes(text))
 
     def __str__(self) -> str:
         named = [f"{axis}{getattr(self, axis)}" for axis in ("dp", "tp", "ep", "pp") if getattr(self, axis) > 1]
@@ -119,6 +113,18 @@ class ShardPlan:
         return tuple(
             other for other in range(self.ranks) if all(self.coordinates(other)[name] == place[name] for name in fixed)
         )
+
+
+def written_axes(text: str) -> dict[str, int]:
+    """The axes that a plan names, whether or not they make a plan; GraphError as `ShardPlan.parse`."""
+    found: dict[str, int] = {}
+    for axis, value in _json_axes(text) if text.lstrip().startswith("{") else _dotted_axes(text):
+        if axis not in AXES:
+            raise GraphError(f"plan {text!r} has axis {axis!r}: the axes are dp, tp, ep and pp")
+        if axis in found:
+            raise GraphError(f"plan {text!r} gives {axis} twice")
+        found[axis] = value
+    return found
 
 
 def _dotted_axes(text: str) -> Iterator[tuple[str, int]]:

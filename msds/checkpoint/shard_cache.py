@@ -26,6 +26,7 @@ from msds.checkpoint.dtypes import Array, stored_type
 from msds.checkpoint.header import Header, read_header
 from msds.checkpoint.progress import Progress, byte_progress
 from msds.checkpoint.reading import ShardFiles
+from msds.checkpoint.samples import sample_file
 from msds.checkpoint.save import raw_source, write_file
 from msds.checkpoint.shards import Checkpoint
 from msds.errors import CheckpointError, OptionError
@@ -36,8 +37,6 @@ FORMAT = 1
 """Of the files below. With another number all of them are made anew."""
 PIECE_BYTES = 4 << 20
 """Read, summed and shown at a time."""
-SAMPLES, SAMPLE_BYTES = 8, 4096
-"""What is read of each file of a checkpoint beyond its header, to tell it from one of the same size and time."""
 
 _KEY, _SUMS, _DIGEST = "msds_key", "msds_crc32", "msds_header_sha256"
 
@@ -198,20 +197,8 @@ def _hash(content: object) -> str:
 
 def _fingerprints(checkpoint: Checkpoint) -> list[tuple[str, int, int, str]]:
     """Name, size, time and a digest of samples of each file."""
-    return [_fingerprint(path) for path in sorted(checkpoint.stored_in())]
-
-
-def _fingerprint(path: Path) -> tuple[str, int, int, str]:
-    try:
-        with path.open("rb") as file:
-            found = path.stat()
-            digest = hashlib.sha256()
-            for place in range(SAMPLES):
-                file.seek(max(0, found.st_size - SAMPLE_BYTES) * place // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    return path.name, found.st_size, found.st_mtime_ns, digest.hexdigest()
+    sampled = [(path.name, sample_file(path)) for path in sorted(checkpoint.stored_in())]
+    return [(name, one.size, one.modified_ns, one.digest) for name, one in sampled]
 
 
 def _fill(out: Array, files: ShardFiles, path: Path, offset: int, bar: Progress) -> int:

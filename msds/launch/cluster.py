@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msds.errors import OptionError
@@ -11,6 +12,9 @@ from msds.errors import OptionError
 SECRET_VARIABLE = "MSDS_CLUSTER_SECRET"
 """Environment variable that all nodes of a program share; on one node a secret is drawn."""
 LEAST_SECRET = 16
+STARTUP_SECONDS = 600.0
+"""Until every node, and then every rank, has found the others: MindSpore is imported in between."""
+LONGEST_STARTUP_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,8 @@ class Cluster:
     """`ranks` processes, as many on each of `nodes` machines; this is machine `node_rank`.
 
     master: HOST:PORT of machine 0 as the others reach it: MindSpore's scheduler listens on PORT, rank 0 on PORT + 1.
-    secret: what ranks prove that they know. Both are found on one machine, and needed on several. OptionError.
+    secret: what ranks prove that they know. Both are found on one machine, and needed on several. startup_seconds: what
+    nodes, and then ranks, get to find each other. OptionError.
     """
 
     ranks: int
@@ -26,6 +31,7 @@ class Cluster:
     node_rank: int = 0
     master: str | None = None
     secret: str = field(default="", repr=False)
+    startup_seconds: float = STARTUP_SECONDS
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks < 1 or self.ranks % self.nodes:
@@ -33,6 +39,10 @@ class Cluster:
         if not 0 <= self.node_rank < self.nodes:
             raise OptionError(
                 f"node_rank is {self.node_rank}: with {self.nodes} nodes it is from 0 to {self.nodes - 1}"
+            )
+        if not 1 <= self.startup_seconds <= LONGEST_STARTUP_SECONDS:
+            raise OptionError(
+                f"startup_timeout is {self.startup_seconds:g}: it must be from 1 to {LONGEST_STARTUP_SECONDS:g} seconds"
             )
         if self.nodes == 1:
             if self.master is not None:
@@ -55,8 +65,16 @@ class Cluster:
     @property
     def ranks_here(self) -> range:
         """The ranks that run on this machine."""
+        return self.ranks_of(self.node_rank)
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks that run on a machine."""
         count = self.ranks // self.nodes
-        return range(self.node_rank * count, (self.node_rank + 1) * count)
+        return range(node * count, (node + 1) * count)
+
+    def names(self, nodes: Sequence[int]) -> str:
+        """Nodes with their ranks, for people: "rank 1 of node 1"."""
+        return ", ".join(f"{name_ranks(self.ranks_of(node))} of node {node}" for node in nodes)
 
     @property
     def is_master(self) -> bool:
@@ -73,20 +91,36 @@ class Cluster:
             return "127.0.0.1", int(probe.getsockname()[1])
 
     def leader_listener(self) -> socket.socket:
-        """The socket on which rank 0 waits for the others; OptionError when the port is taken."""
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        host, port = ("127.0.0.1", 0) if self.master is None else self.leader_address()
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            listener.close()
-            raise OptionError(f"{host}:{port} cannot be listened on ({error}): name another --master port") from None
-        listener.listen(self.ranks)
-        return listener
+        """The socket on which node 0, and then rank 0, waits for the others; OptionError when the port is taken, or
+        the one of the scheduler."""
+        if self.master is None:
+            return _listener("127.0.0.1", 0)
+        host, port = self.leader_address()
+        _listener(host, port - 1).close()
+        return _listener(host, port)
 
     def leader_address(self) -> tuple[str, int]:
         """Where rank 0 listens, on several machines."""
         assert self.master is not None
         host, _, port = self.master.rpartition(":")
         return host, int(port) + 1
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for people: "rank 1", "ranks 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise OptionError(
+            f"{host}:{port} cannot be listened on ({error.strerror or error}): give --master an address of this node, "
+            "and a PORT that is free together with the next one"
+        ) from None
+    return listener

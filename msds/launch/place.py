@@ -9,11 +9,14 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from msds.launch.cluster import STARTUP_SECONDS
+
 
 @dataclass(frozen=True)
 class Place:
     """rank of `ranks`; `ranks_here` of them share this machine. leader: address of rank 0, which listens on the file
-    descriptor `listener`; secret: what both ends of a connection prove that they know. report: the launcher's pipe."""
+    descriptor `listener`; secret: what both ends of a connection prove that they know, in startup_seconds. report: the
+    launcher's pipe."""
 
     rank: int
     ranks: int
@@ -22,6 +25,7 @@ class Place:
     secret: str = field(repr=False)
     listener: int | None = None
     report: int = -1
+    startup_seconds: float = STARTUP_SECONDS
 
     @property
     def number_here(self) -> int:

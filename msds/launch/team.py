@@ -13,7 +13,6 @@ from typing import Any
 
 from msds.errors import RankError
 from msds.launch.place import Place
-from msds.launch.processes import STARTUP_SECONDS
 from msds.launch.watch import Watch
 from msds.launch.wire import Arrays, Connection, Message, accept, connect
 
@@ -39,11 +38,10 @@ class Leader:
         *,
         timeout: float,
         on_failure: Callable[[str], None],
-        startup_seconds: float = STARTUP_SECONDS,
     ) -> None:
         self.place = place
         self.on_failure = on_failure
-        self._followers = _gather(place, time.monotonic() + startup_seconds)
+        self._followers = _gather(place, time.monotonic() + place.startup_seconds)
         self._values: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._watch = Watch(range(place.ranks), timeout)
         self._stopping = threading.Event()
@@ -142,9 +140,9 @@ def _gather(place: Place, deadline: float) -> dict[int, Connection]:
 class Follower:
     """The end of every other rank: `agree` while both build the same things, then `serve` until rank 0 ends it."""
 
-    def __init__(self, place: Place, *, startup_seconds: float = STARTUP_SECONDS) -> None:
+    def __init__(self, place: Place) -> None:
         self.place = place
-        deadline = time.monotonic() + startup_seconds
+        deadline = time.monotonic() + place.startup_seconds
         try:
             self._connection = connect(place.leader, place.secret, place.rank, deadline)
         except (OSError, ValueError) as error:

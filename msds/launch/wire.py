@@ -82,6 +82,15 @@ class Connection:
             return None
         return Message(header["kind"], header["fields"], arrays)
 
+    def has_left(self) -> bool:
+        """Whether the other end is known to have closed. Not while another thread receives."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """The other end hears of it, and so does a thread that receives here."""
         with contextlib.suppress(OSError):  # the other end was faster
@@ -89,10 +98,10 @@ class Connection:
         self._socket.close()
 
 
-def accept(listener: socket.socket, secret: str, deadline: float) -> tuple[int, Connection]:
+def accept(listener: socket.socket, secret: str, deadline: float, *, kind: str = "rank") -> tuple[int, Connection]:
     """The next peer that knows the secret, and the rank it says it is; TimeoutError at the deadline (monotonic).
 
-    Whoever does not know it is sent away, and the wait goes on.
+    Whoever does not know it is sent away, and the wait goes on. kind: what is numbered, a rank or a node.
     """
     while True:
         listener.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
@@ -104,16 +113,17 @@ def accept(listener: socket.socket, secret: str, deadline: float) -> tuple[int, 
             answer = _read(peer, _RANK.size + _NONCE + _PROOF)
             (rank,) = _RANK.unpack(answer[: _RANK.size])
             theirs, proof = answer[_RANK.size : -_PROOF], answer[-_PROOF:]
-            if not hmac.compare_digest(proof, _proof(secret, "follower", rank, own, theirs)):
-                raise ValueError("it does not know the secret")
-            peer.sendall(_proof(secret, "leader", rank, own, theirs))
+            if not hmac.compare_digest(proof, _proof(secret, f"{kind} follower", rank, own, theirs)):
+                raise ValueError(f"it failed the secret check for {kind} {rank}")
+            peer.sendall(_proof(secret, f"{kind} leader", rank, own, theirs))
             return rank, Connection(peer)
         except (OSError, EOFError, ValueError) as error:
-            logger.warning("a connection from %s is refused: %s", address[0], error)
+            reason = str(error) or "it left without a word"
+            logger.warning("a connection from %s:%d is refused: %s", *address[:2], reason)
             peer.close()
 
 
-def connect(address: tuple[str, int], secret: str, rank: int, deadline: float) -> Connection:
+def connect(address: tuple[str, int], secret: str, rank: int, deadline: float, *, kind: str = "rank") -> Connection:
     """A connection to whoever listens there and knows the secret, tried until the deadline. OSError, ValueError."""
     while True:
         try:
@@ -126,13 +136,15 @@ def connect(address: tuple[str, int], secret: str, rank: int, deadline: float) -
     try:
         peer.settimeout(max(HANDSHAKE_SECONDS, deadline - time.monotonic()))
         theirs, own = _read(peer, _NONCE), secrets.token_bytes(_NONCE)
-        peer.sendall(_RANK.pack(rank) + own + _proof(secret, "follower", rank, theirs, own))
-        if not hmac.compare_digest(_read(peer, _PROOF), _proof(secret, "leader", rank, theirs, own)):
-            raise ValueError(f"what listens on {address[0]}:{address[1]} does not know the secret: it is not rank 0")
+        peer.sendall(_RANK.pack(rank) + own + _proof(secret, f"{kind} follower", rank, theirs, own))
+        if not hmac.compare_digest(_read(peer, _PROOF), _proof(secret, f"{kind} leader", rank, theirs, own)):
+            raise ValueError(f"what listens on {address[0]}:{address[1]} does not know the secret: it is not {kind} 0")
         return Connection(peer)
     except EOFError:
         peer.close()
-        raise ValueError(f"{address[0]}:{address[1]} sent this rank away: the secrets differ") from None
+        raise ValueError(
+            f"{address[0]}:{address[1]} sent {kind} {rank} away, which failed its secret check: the secrets differ"
+        ) from None
     except BaseException:
         peer.close()
         raise

@@ -34,7 +34,9 @@ from msds_serve.commands.mesh import (
     check_balance,
     check_single,
     checked_plan,
+    common_facts,
     launch_ranks,
+    replica_options,
     step_timeout,
 )
 
@@ -149,7 +151,14 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(commands: Any) -> None:
-    command = add_command(commands, "serve", _serve, "Serve a model with OpenAI's protocol.")
+    command = add_command(
+        commands,
+        "serve",
+        _serve,
+        "Serve a model with OpenAI's protocol.",
+        "Exit code: 0 after a SIGTERM on which it drained, 130 after Ctrl-C, 1 where a process failed or another "
+        "machine left, 2 for bad input. A SIGTERM before it serves ends it by that signal.",
+    )
     add_model(command, "folder: config.json, tokenizer and weights, as for generate", optional=True)
     command.add_argument("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1")
     command.add_argument("--port", type=int, default=8000, help="port to listen on; default 8000")
@@ -172,7 +181,9 @@ def _add_serve(commands: Any) -> None:
     command.add_argument("--max-waiting", metavar="N", type=int, default=256, help="answers that may wait; default 256")
     command.add_argument("--max-body-bytes", metavar="N", type=int, help="default 8 MiB")
     command.add_argument("--request-timeout", metavar="SECONDS", type=float, help="default 600; 0 for none")
-    command.add_argument("--drain-seconds", metavar="SECONDS", type=float, help="wait on SIGTERM; default 30")
+    command.add_argument(
+        "--drain-seconds", metavar="SECONDS", type=float, help="what running requests get on SIGTERM; default 30"
+    )
     command.add_argument(
         "--request-log", metavar="FILE", help="append every prompt and answer, for msds replay; default none"
     )
@@ -213,15 +224,22 @@ def _generate(options: argparse.Namespace) -> int:
 
         check_single(options, "--mesh")
         return generate_with(LLM(options.model, progress=False if options.json else None, **engine), options)
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
+    plan = checked_plan(options.mesh, options.plan, options.model)
     arguments = {
         "path": options.model,
-        "plan": plan,
+        "plan": str(plan),
         "step_timeout": step_timeout(options),
-        "engine": engine,
+        "engine": replica_options(engine, plan.dp),
         "options": {name: value for name, value in vars(options).items() if name != "run"},
     }
-    launch_ranks("msds_serve.ranks:generate_rank", arguments, options, ranks, stop_seconds=1.0)
+    launch_ranks(
+        "msds_serve.ranks:generate_rank",
+        arguments,
+        options,
+        plan.ranks,
+        facts=lambda: common_facts("generate", options.model, plan, arguments["engine"]),
+        stop_seconds=1.0,
+    )
     return EXIT_OK
 
 
@@ -272,14 +290,25 @@ def _serve(options: argparse.Namespace) -> int:
         check_single(options, "--mesh")
         serve(options.model, **arguments)
         return EXIT_OK
-    from msds_serve.run import checked_options
+    from msds_serve.run import check_address, checked_options
 
-    plan, ranks = checked_plan(options.mesh, options.plan, options.model, options.max_num_seqs)
+    plan = checked_plan(options.mesh, options.plan, options.model)
+    arguments["engine"] = replica_options(arguments["engine"], plan.dp)
     check_balance(plan, options)
     drain = checked_options(options.port, arguments["service"]).drain_seconds
+    if options.node_rank == 0:
+        check_address(options.host, options.port)
     timeout = step_timeout(options)
-    per_rank = {"path": options.model, "plan": plan, "step_timeout": timeout, "arguments": arguments}
-    launch_ranks("msds_serve.ranks:serve_rank", per_rank, options, ranks, stop_seconds=drain + END_SECONDS)
+    per_rank = {"path": options.model, "plan": str(plan), "step_timeout": timeout, "arguments": arguments}
+    launch_ranks(
+        "msds_serve.ranks:serve_rank",
+        per_rank,
+        options,
+        plan.ranks,
+        facts=lambda: common_facts("serve", options.model, plan, arguments["engine"]),
+        stop_seconds=drain + END_SECONDS,
+        drains=True,
+    )
     return EXIT_OK
 
 

@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import uvicorn
@@ -39,15 +42,16 @@ def serve(
     request_log: str | None = None,
     team: Leader | None = None,
 ) -> None:
-    """Serve a checkpoint folder until SIGTERM or SIGINT; running requests are given drain_seconds to finish.
+    """Serve a checkpoint folder until SIGTERM or SIGINT; running requests are given drain_seconds to finish. Returns
+    after a SIGTERM, which is how a supervisor ends a service that is well; SIGINT is raised again.
 
     engine: options of `LLM`; service: fields of `ServiceOptions`; request_log: file of the request log, none without.
     What is wrong with either, with the address or with the checkpoint raises before anything is compiled; the address
-    is taken at once and listened to when all is warm. team: the other ranks, where there are some; a SIGTERM is then
-    handled here to the end, so that they can be told.
+    is taken at once and listened to when all is warm; a SIGTERM before that ends the process by it, with a line. team:
+    the other ranks, where there are some.
     """
     options = checked_options(port, service)
-    with _bind(host, port) as address:
+    with _bind(host, port) as address, _sigterm(_end_early):
         _serve(path, address, options, engine, request_log, team)
 
 
@@ -67,11 +71,11 @@ def _serve(
     app = create_app(served, log)
     if team is not None:
         team.on_failure = lambda problem: _break_off(served, team, problem)
-        signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains on it and raises it again
     logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], *address.getsockname()[:2])
     patience = math.ceil(options.drain_seconds + LAST_ANSWERS_SECONDS)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience)
-    _Server(config, served).run(sockets=[address])
+    with _sigterm(lambda *_: None):  # uvicorn drains on it and raises it again
+        _Server(config, served).run(sockets=[address])
 
 
 class _Server(uvicorn.Server):
@@ -94,6 +98,31 @@ class _Server(uvicorn.Server):
         seconds = self._service.options.drain_seconds
         await asyncio.sleep(seconds)
         self._service.engine.end_requests(f"the server stops, and {seconds:g} s to finish are over")
+
+
+@contextlib.contextmanager
+def _sigterm(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """What a SIGTERM in the block does. Outside of the main thread, which alone handles signals, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_early(number: int, frame: FrameType | None) -> NoReturn:
+    print("msds: told to end before it served", file=sys.stderr, flush=True)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    os._exit(128 + number)  # process 1 of a container is not ended by its own signals
+
+
+def check_address(host: str, port: int) -> None:
+    """OptionError where the address cannot be had now."""
+    _bind(host, port).close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

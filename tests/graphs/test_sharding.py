@@ -72,7 +72,8 @@ def test_axes_that_are_left_out_are_one() -> None:
         ('{"tp": 2', "is not JSON"),
         ("tp0", "tp is 0: it must be a whole number of at least 1"),
         ("dp2.tp4.ep3", r"ep 3 does not divide dp \* tp = 2 \* 4 = 8.*legal are 1, 2, 4, 8"),
-        ("tp4.ep8", r"ep 8 does not divide dp \* tp = 1 \* 4 = 4"),
+        ("tp4.ep8", r"ep 8 does not divide dp \* tp = 1 \* 4 = 4.*legal are 1, 2, 4$"),
+        ("ep2", r"ep 2 does not divide dp \* tp = 1 \* 1.*write tp2.ep2 or dp2.ep2"),
     ],
 )
 def test_bad_plans_are_named(text: str, message: str) -> None:

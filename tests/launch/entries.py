@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -44,7 +45,13 @@ def wait(place: Place, folder: str, deaf: bool = False) -> None:
 
 def leave_well(place: Place, folder: str) -> None:
     """Work until told to end, then end as after all work."""
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     Path(folder, f"pid-{place.rank}").write_text(str(os.getpid()), encoding="utf-8")
-    signal.pause()
+    told.wait(600)
     Path(folder, f"left-{place.rank}").touch()
+
+
+def leave_alone(place: Place, folder: str) -> None:
+    """Rank 0 ends as it is told to, the others cannot, as in a graph."""
+    wait(place, folder, deaf=place.rank > 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from msds.errors import RankError
+from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
 
 ENTRIES = "tests.launch.entries"
@@ -71,14 +72,14 @@ def test_every_rank_runs_once_and_is_logged(tmp_path: Path, capsys: pytest.Captu
     [
         ("raise", 1, ["rank 1 failed: RuntimeError: a fault of ours", "the last thing it said"], 1),
         ("exit", 2, ["rank 2 ended with exit code 7", "the last thing it said", "rank-2.log"], 1),
-        ("kill", 0, ["rank 0 was ended by SIGKILL", "the last thing it said"], 1),
+        ("kill", 1, ["rank 1 was ended by SIGKILL", "the last thing it said"], 1),
         ("refuse", 1, ["block_size is 0: it must be at least 1"], 2),
     ],
 )
 def test_a_rank_that_fails_is_named_and_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int, names: list[str], code: int
 ) -> None:
-    monkeypatch.setattr("msds.launch.processes.AFTERMATH_SECONDS", 0.1)
+    monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
     before = children()
     with pytest.raises(RankError) as caught:
         run("fail_in_one", 3, tmp_path, rank=rank, how=how)
@@ -88,6 +89,15 @@ def test_a_rank_that_fails_is_named_and_ends_all(
     assert children() == before
 
 
+def test_the_log_of_rank_0_is_shown_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
+    with pytest.raises(RankError, match=r"rank 0 was ended by SIGKILL$"):
+        run("fail_in_one", 2, tmp_path, rank=0, how="kill")
+    assert capsys.readouterr().err.count("the last thing it said") == 1
+
+
 def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # two seconds are too few to import MindSpore
 
@@ -95,9 +105,8 @@ def test_a_rank_that_does_not_report_is_named(tmp_path: Path, monkeypatch: pytes
         launch(
             f"{ENTRIES}:write_place",
             {"folder": str(tmp_path)},
-            Cluster(2),
+            Cluster(2, startup_seconds=2),
             logs=tmp_path / "logs",
-            startup_seconds=2,
         )
 
 
@@ -119,6 +128,64 @@ def test_a_rank_that_will_not_end_is_killed(tmp_path: Path) -> None:
     assert all(is_gone(pid) for pid in ranks)
 
 
+@pytest.mark.parametrize(
+    ("entry", "number", "code"),
+    [
+        ("leave_well", signal.SIGTERM, 0),  # a service that has drained
+        ("leave_well", signal.SIGINT, 130),
+        ("wait", signal.SIGTERM, -signal.SIGTERM),  # one that had not begun to serve
+    ],
+)
+def test_a_service_that_drained_has_ended_well(tmp_path: Path, entry: str, number: signal.Signals, code: int) -> None:
+    program = _program(tmp_path, entry, drains=True, folder=str(tmp_path))
+    pids(tmp_path, 2)
+    program.send_signal(number)
+    assert program.wait(30) == code
+
+
+def test_who_is_killed_and_why_is_said(tmp_path: Path) -> None:
+    program = _program(tmp_path, "leave_alone", folder=str(tmp_path), stop_seconds=60)
+    pids(tmp_path, 2)
+    program.terminate()
+    assert program.wait(30) == -signal.SIGTERM
+    said = (tmp_path / "stderr").read_text()
+    assert "msds: SIGTERM: ranks 0, 1 are told to end, within 60 s" in said
+    assert "msds: rank 1 killed: rank 0 had ended 3 s before, and a graph" in said
+
+
+@pytest.mark.parametrize(
+    ("entry", "arguments", "stays"),
+    [("write_place", {}, False), ("fail_in_one", {"rank": 1, "how": "exit"}, True)],
+)
+def test_logs_stay_where_something_failed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    entry: str,
+    arguments: dict[str, Any],
+    stays: bool,
+) -> None:
+    monkeypatch.setattr("msds.launch.supervise.AFTERMATH_SECONDS", 0.1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    arguments = arguments or {"folder": str(tmp_path)}
+    with pytest.raises(RankError) if stays else contextlib.nullcontext():
+        launch(f"{ENTRIES}:{entry}", arguments, Cluster(2), collectives=False)
+    folders = list(tmp_path.glob("msds-ranks-*"))
+    assert len(folders) == stays
+    if stays:
+        assert f"msds: the logs of the ranks stay in {folders[0]}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["/proc/foo", "/proc/self", "a file", "a file/logs", "rank-1.log is a folder"])
+def test_logs_that_cannot_be_written_are_refused(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "rank-1.log is a folder" / "rank-1.log").mkdir(parents=True)
+    before = children()
+    with pytest.raises(OptionError, match=rf"rank_logs is '.*{place}', where no logs can be written \(.*name a folder"):
+        launch(f"{ENTRIES}:write_place", {}, Cluster(2), logs=tmp_path / place, collectives=False)
+    assert children() == before
+
+
 def test_ranks_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
     program = _program(tmp_path, "wait", folder=str(tmp_path), deaf=True)
     ranks = pids(tmp_path, 2)
@@ -127,24 +194,17 @@ def test_ranks_end_with_their_parent_however_it_ends(tmp_path: Path) -> None:
     until(lambda: all(is_gone(pid) for pid in ranks))
 
 
-def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
-    with Cluster(1).leader_listener() as probe:
-        port = probe.getsockname()[1]  # free now, and most likely the next one too
-    clusters = [
-        Cluster(4, nodes=2, node_rank=node, master=f"127.0.0.1:{port - 1}", secret="a" * 32) for node in range(2)
-    ]
-    for cluster in clusters:
-        launch(f"{ENTRIES}:write_place", {"folder": str(tmp_path)}, cluster, logs=tmp_path / "logs", collectives=False)
-    assert sorted(path.name for path in tmp_path.glob("*-of-4")) == [f"{rank}-of-4" for rank in range(4)]
-
-
-def _program(tmp_path: Path, entry: str, **arguments: Any) -> subprocess.Popen[bytes]:
+def _program(
+    tmp_path: Path, entry: str, *, drains: bool = False, stop_seconds: float = 1, **arguments: Any
+) -> subprocess.Popen[bytes]:
     """A launcher in a process of its own, whose ranks have a second to end."""
     code = (
         "import signal\nimport sys\nfrom pathlib import Path\nfrom msds.launch import Cluster, launch\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background shell has it ignored
         f"try:\n    launch('{ENTRIES}:{entry}', {arguments!r}, Cluster(2), logs=Path({str(tmp_path)!r}, 'logs'),"
-        " collectives=False, stop_seconds=1)\nexcept KeyboardInterrupt:\n    sys.exit(130)"
+        f" collectives=False, stop_seconds={stop_seconds}, drains={drains})\n"
+        "except KeyboardInterrupt:\n    sys.exit(130)"
     )
     assert threading.current_thread() is threading.main_thread()
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    with (tmp_path / "stderr").open("w") as errors:
+        return subprocess.Popen([sys.executable, "-c", code], stderr=errors)

@@ -121,6 +121,23 @@ def test_both_ends_must_know_the_secret(listener: socket.socket, caplog: pytest.
     connection.close()
 
 
+def test_a_rank_is_not_taken_for_a_node(listener: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 20
+
+    def knock() -> None:
+        with pytest.raises(ValueError, match="sent rank 1 away, which failed its secret check"):
+            connect(listener.getsockname(), SECRET, 1, deadline)
+        connect(listener.getsockname(), SECRET, 1, deadline, kind="node").close()
+
+    caller = threading.Thread(target=knock)
+    caller.start()
+    number, connection = accept(listener, SECRET, deadline, kind="node")
+    caller.join()
+    assert number == 1
+    assert "it failed the secret check for node 1" in caplog.text
+    connection.close()
+
+
 def test_a_false_rank_0_is_not_followed(listener: socket.socket) -> None:
     def pretend() -> None:
         peer = listener.accept()[0]

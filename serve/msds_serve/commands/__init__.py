@@ -8,10 +8,10 @@ from msds.pretrained import DEFAULT_MODEL, TINY_R1, model_folder
 
 
 def add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, ending: str | None = None
 ) -> argparse.ArgumentParser:
-    """A subcommand with what all of them have."""
-    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    """A subcommand with what all of them have; ending: the last words of its --help."""
+    command: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary, epilog=ending)
     command.add_argument("-v", "--verbose", action="store_true", help="log what happens also when not on a terminal")
     command.set_defaults(run=run)
     return command

@@ -93,9 +93,23 @@ def run(options: argparse.Namespace) -> int:
         arguments,
         options,
         options.data_parallel,
+        facts=lambda: _facts(options),
         stop_seconds=STOP_SECONDS,
     )
     return 0
+
+
+def _facts(options: argparse.Namespace) -> dict[str, str]:
+    """What the nodes of a run must have in common."""
+    from msds.checkpoint.samples import sample_file
+    from msds.launch.facts import software_facts, weight_facts
+
+    names = (*OPTIONS, "mtp_weight", "balance_weight", "temperature")
+    found = {"the command": "train", **software_facts()}
+    found |= {f"--{name.replace('_', '-')}": str(getattr(options, name)) for name in names}
+    found["DATA"] = f"{(sample := sample_file(Path(options.data))).size:,} bytes with samples {sample.digest[:12]}"
+    teacher = {} if options.teacher is None else weight_facts(options.teacher)
+    return found | weight_facts(options.model) | {f"teacher's {name}": value for name, value in teacher.items()}
 
 
 def train_rank(place: Place, *, options: dict[str, Any]) -> None:
