@@ -6,7 +6,9 @@ repeat an older state of it (8 experts per token on A2 too, 256 in all). None of
 are no sizes, for whoever starts the ranks:
 
 - the communication group of the operators may hold no other operator, so it is one of its own (axis "exchange");
-- its buffers must have `buffer_bytes` each, which `create_groups` asks for; HCCL's own 200 MB suffice for few tokens;
+- its buffers must have `buffer_bytes` each, which `create_groups` asks for; HCCL's own 200 MB suffice for few tokens.
+  In CANN's layered mode of A2 (HCCL_INTRA_PCIE_ENABLE=1, HCCL_INTRA_ROCE_ENABLE=0) other sizes hold, which nobody asks
+  for here;
 - all ranks give as many tokens, which equal buckets see to.
 """
 
@@ -82,7 +84,8 @@ def step_refusal(machine: str, ranks: int, tokens: int, hidden: int, chosen: int
     if tokens > limits.tokens:
         return f"{tokens} tokens per rank: on {machine} the operators take at most {limits.tokens}"
     if hidden > limits.hidden or hidden % limits.hidden_unit:
-        legal = f"multiples of {limits.hidden_unit} up to {limits.hidden}"
+        several = limits.hidden > limits.hidden_unit
+        legal = f"multiples of {limits.hidden_unit} up to {limits.hidden}" if several else str(limits.hidden)
         return f"hidden size {hidden}: on {machine} the operators take {legal}"
     if chosen > min(limits.chosen, slots):
         return f"{chosen} experts per token: on {machine} the operators take at most {min(limits.chosen, slots)}"

@@ -55,7 +55,11 @@ class AsyncEngine:
             raise OptionError("the engine is driven by another AsyncEngine or generates: stop that first")
         self.engine.is_driven = True
         self._last_turn = time.monotonic()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # started before, or no thread can be had
+            self.engine.is_driven = False
+            raise
 
     async def stop(self, *, drain_seconds: float = 0.0) -> None:
         """Wait up to `drain_seconds` for running requests, abort the rest, and end the thread."""

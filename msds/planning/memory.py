@@ -241,9 +241,9 @@ def runtime_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: in
 
 
 def communication_bytes(demand: Demand, plan: ShardPlan, texts: int, max_model_len: int) -> int:
-    """Buffers of a rank's communication domains: the world's, one per axis of several ranks, and that of tokens that go
-    to their experts, as large as steps of up to `texts` texts want it. On a CPU what compiled collectives keep.
-    Estimate."""
+    """Buffers of a rank's communication domains: the world's, one per axis of several ranks (a guess: axes with the
+    same ranks share one, and all ranks of a stage may have one more), and that of tokens that go to their experts, as
+    large as steps of up to `texts` texts want it. On a CPU what compiled collectives keep. Estimate."""
     if demand.is_cpu:
         return collectives_bytes(demand, plan, texts, max_model_len)
     if demand.mesh.ranks == 1:

@@ -57,7 +57,7 @@ def make_plan(demand: Demand, plan: str = "auto") -> PlanReport:
 
 
 def _way_to_experts(demand: Demand, plan: ShardPlan) -> str:
-    bucket = {"S": -(-demand.texts // plan.dp), "Q": 1 + demand.mtp}
+    bucket = {"S": plan.replica_share(demand.texts), "Q": 1 + demand.mtp}
     refusal = exchange_refusal(demand, plan, bucket)
     if refusal:
         return f"replicas gather each other's tokens for the experts, since {refusal}"

@@ -14,7 +14,7 @@ from msds.planning.search import Candidate, all_plans, best_plan, evaluate
 from msds_graphs.errors import GraphError
 from msds_graphs.mesh import Mesh
 
-MOST_RANKS = 1024
+MOST_SUGGESTED_RANKS = 1024
 """No larger mesh is suggested."""
 LEAST_TOKENS = 128
 """No shorter text is suggested: a question and its answer need as many."""
@@ -177,7 +177,7 @@ def _fits(demand: Demand) -> bool:
 
 def _meshes(mesh: Mesh) -> Iterator[Mesh]:
     """This mesh, and larger ones as far as they are suggested."""
-    while mesh.ranks <= MOST_RANKS:
+    while mesh.ranks <= MOST_SUGGESTED_RANKS:
         yield mesh
         mesh = mesh.larger()
 

@@ -10,7 +10,7 @@ from msds.models.specs.rules import is_executed
 from msds.planning.cost import StepTime
 from msds.planning.demand import Demand
 from msds.planning.memory import PARTS, RankMemory
-from msds.planning.remedies import MOST_RANKS, Remedy
+from msds.planning.remedies import MOST_SUGGESTED_RANKS, Remedy
 from msds.planning.search import Candidate
 from msds.planning.speed import Comparison, Speed
 from msds.planning.units import Unit, unit_of
@@ -144,7 +144,7 @@ class PlanReport:
             yield f"  {remedy.change:<{width}}  {need} (plan {remedy.plan}){end}"
         if self.remedies and not any(remedy.works for remedy in self.remedies if remedy.is_option):
             yield "  nothing else that helps was found: not fewer or shorter texts" + (
-                "" if self.demand.is_cpu else f", and no mesh up to {MOST_RANKS} {name}s"
+                "" if self.demand.is_cpu else f", and no mesh up to {MOST_SUGGESTED_RANKS} {name}s"
             )
 
     def _memory_lines(self, unit: Unit, name: str) -> Iterator[str]:

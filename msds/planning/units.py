@@ -13,7 +13,9 @@ class Unit:
     def number(self, size: int) -> str:
         """Without the unit's name, with as many digits as small parts need."""
         value = size / self.nbytes
-        return f"{value:,.1f}" if value >= 1 or not size else f"{value:.3f}"
+        if value >= 1 or not size:
+            return f"{value:,.1f}"
+        return f"{value:.3f}" if value >= 5e-4 else f"{value:.1g}"
 
     def text(self, size: int) -> str:
         """With the unit's name."""

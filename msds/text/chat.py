@@ -42,6 +42,7 @@ class ChatTemplate:
         self.sources = dict(sources)
         self._tokenizer = tokenizer
         self._environment = _environment()
+        self._variables: dict[str, frozenset[str]] = {}
         self._templates = {name: _compile(self._environment, name, text) for name, text in sources.items()}
 
     @classmethod
@@ -64,10 +65,12 @@ class ChatTemplate:
         """The variables that the template takes from a request's `template_kwargs`."""
         from jinja2 import meta
 
-        read = meta.find_undeclared_variables(
-            self._environment.parse(self.sources[self.source_for(with_tools=with_tools)])
-        )
-        return frozenset(read) - {*self._environment.globals, *self._tokenizer.named_tokens, *GIVEN}
+        name = self.source_for(with_tools=with_tools)
+        if name not in self._variables:  # parsing takes as long as rendering many prompts
+            read = meta.find_undeclared_variables(self._environment.parse(self.sources[name]))
+            given = {*self._environment.globals, *self._tokenizer.named_tokens, *GIVEN}
+            self._variables[name] = frozenset(read) - given
+        return self._variables[name]
 
     def render(
         self,

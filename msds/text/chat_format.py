@@ -80,6 +80,11 @@ class ChatFormat:
 
     def _check_shown(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
         """Render once more with a mark at the end of every content, and again without `prefix`, and see."""
+        for number, message in enumerate(messages[:-1]):
+            if message.get("prefix"):
+                raise PromptError(
+                    f"messages[{number}].prefix is true, but only the last message can be one to go on from"
+                )
         nonce = "".join(secrets.choice("0123456789") for _ in range(_NONCE_DIGITS))
         marked = [
             {**message, "content": message["content"] + f"{nonce}{number:06d}"} if message["content"] else message
@@ -91,13 +96,12 @@ class ChatFormat:
             if message["content"] and number not in shown:
                 raise PromptError(
                     f"messages[{number}] would be lost: this model's chat template does not show a message of role "
-                    f"{message['role']} there; leave it out, or say it in a message of role user"
+                    f"{message['role']} there; leave it out, or say it in another message"
                 )
-        for number, message in enumerate(messages):
-            if message.get("prefix"):
-                plain = [*marked[:number], {**marked[number], "prefix": None}, *marked[number + 1 :]]
-                if self._template.render(self._history.fit(plain), **options) == rendered:
-                    raise PromptError(
-                        f"messages[{number}].prefix is true, which changes nothing in this model's chat template: "
-                        "leave it out, or use /v1/completions with the text so far"
-                    )
+        if messages[-1].get("prefix"):
+            plain = [*marked[:-1], {**marked[-1], "prefix": None}]
+            if self._template.render(self._history.fit(plain), **options) == rendered:
+                raise PromptError(
+                    f"messages[{len(messages) - 1}].prefix is true, which changes nothing in what this model's chat "
+                    "template makes of them: leave it out, or use /v1/completions with the text so far"
+                )

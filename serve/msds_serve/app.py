@@ -40,12 +40,12 @@ from msds_serve.protocol.requests import parse_body, parse_chat, parse_completio
 from msds_serve.protocol.responses import Head, detokenized, model_list, model_object, response_id, tokenized
 from msds_serve.protocol.streaming import DONE, MEDIA_TYPE, Chunk, error_event, event
 from msds_serve.request_log import Record, RequestLog
-from msds_serve.service import Service, characters
+from msds_serve.service import Service
 
 access_log = logging.getLogger("msds.access")
 logger = logging.getLogger("msds")
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ID = re.compile(r"[!-~]{1,128}")
 
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -104,17 +104,22 @@ class _Routes:
     def guarded(self, handler: Handler, path: str | None) -> Handler:
         """The handler with a request id, the key check, errors as OpenAI objects, metrics and an access log line.
 
-        path: of the route, wherever the application is mounted; None where there is no route.
+        path: of the route, wherever the application is mounted; None where there is none for this path and method.
         """
 
         async def guard(request: Request) -> Response:
             start = time.perf_counter()
-            request.state.id = uuid.uuid4().hex
+            request.state.own_id = uuid.uuid4().hex
+            chosen = request.headers.get("x-request-id", "")
+            request.state.id = chosen if _ID.fullmatch(chosen) else request.state.own_id
             request.state.record = record = self._record(request, path)
             try:
                 if path is not None and path not in OPEN_PATHS:
                     self._check_key(request)
-                request.state.id = _chosen_id(request) or request.state.id
+                if chosen and request.state.id != chosen and path in GENERATING_PATHS:
+                    raise bad_request(
+                        f"the header X-Request-Id is {clip(chosen)}; it must be 1 to 128 printable characters"
+                    )
                 response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it; the log shows it
@@ -175,23 +180,8 @@ class _Routes:
         """Token ids of a text or a conversation."""
         parsed = parse_tokenize(await self._body(request))
         self._service.check_model(parsed.model)
-        tokenizer = self._service.tokenizer
-        if parsed.messages is not None:
-            messages = parsed.messages
-            self._service.check_length(characters(messages), "messages")
-            ids = await asyncio.to_thread(
-                lambda: self._service.chat.encode(
-                    messages,
-                    tools=parsed.tools or None,
-                    add_generation_prompt=parsed.add_generation_prompt,
-                    template_kwargs=parsed.template_kwargs,
-                )
-            )
-        else:
-            text = parsed.prompt or ""
-            self._service.check_length(len(text), "prompt")
-            ids = await asyncio.to_thread(lambda: tokenizer.encode(text, bos=parsed.add_special_tokens))
-        token_bytes = tokenizer.token_bytes if parsed.return_token_strs else None
+        ids = await asyncio.to_thread(self._service.encode, parsed)
+        token_bytes = self._service.tokenizer.token_bytes if parsed.return_token_strs else None
         return JSONResponse(tokenized(ids, max_model_len=self._service.llm.max_model_len, token_bytes=token_bytes))
 
     async def detokenize(self, request: Request) -> Response:
@@ -278,7 +268,13 @@ class _Routes:
 
     def _head(self, endpoint: str, request: Request, model: str) -> Head:
         id_ = response_id(endpoint, request.state.id)
-        return Head(id=id_, created=int(time.time()), model=model, system_fingerprint=self._service.fingerprint)
+        return Head(
+            id=id_,
+            created=int(time.time()),
+            model=model,
+            system_fingerprint=self._service.fingerprint,
+            call_seed=request.state.own_id,
+        )
 
     def _check_key(self, request: Request) -> None:
         keys = self._service.options.api_keys
@@ -326,14 +322,6 @@ class _EventStream(StreamingResponse):
             if self._record is not None:
                 self._record.finish(self.status_code, usage=self._run.usage)
             await self._run.close()
-
-
-def _chosen_id(request: Request) -> str | None:
-    """The id that the client wants its request to have; ApiError 400 for one that logs could not show as it is."""
-    chosen = request.headers.get("x-request-id")
-    if chosen is not None and not _ID.fullmatch(chosen):
-        raise bad_request(f"the header X-Request-Id is {clip(chosen)}; it must be 1 to 128 letters, digits, . _ and -")
-    return chosen
 
 
 def _cross_origin(origins: Sequence[str]) -> list[Middleware]:

@@ -13,6 +13,9 @@ from msds_serve.protocol.errors import too_large, too_slow, unavailable, unsuppo
 RECEIVE_SECONDS = 60.0
 """A body of 8 MiB arrives in that time at one megabit per second."""
 
+_LAST_SECONDS = 0.1
+"""The same while the server stops: time enough for one that is there already."""
+
 _JSON = re.compile(r"application/([\w.+-]+\+)?json", re.IGNORECASE)
 
 
@@ -39,7 +42,7 @@ class Bodies:
         task = asyncio.ensure_future(self._read(request))
         self._receiving.add(task)
         try:
-            await asyncio.wait((task,), timeout=RECEIVE_SECONDS)
+            await asyncio.wait((task,), timeout=_LAST_SECONDS if self._has_ended else RECEIVE_SECONDS)
             if task.done() and not task.cancelled():
                 return task.result()
             raise unavailable("the server is shutting down") if self._has_ended else too_slow(RECEIVE_SECONDS)

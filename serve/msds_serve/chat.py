@@ -52,7 +52,7 @@ class ChatRun:
     async def answer(self) -> dict[str, object]:
         """The whole chat.completion."""
         request, num_choices = self._request, self._request.params.n
-        readers = make_readers(self._answers, self._head.id, num_choices)
+        readers = make_readers(self._answers, self._head.call_seed, num_choices)
         deltas: list[list[AnswerDelta]] = [[] for _ in range(num_choices)]
         reasons: dict[int, str] = {}
         cached, prompt_logprobs = 0, None

@@ -57,7 +57,7 @@ class CompletionRun:
         except BaseException:
             await self.close()
             raise
-        del grammar  # every prompt has it by now, or has waited for it
+        del grammar  # the compiler keeps what it has compiled last, and running prompts what is theirs
         return self
 
     async def answer(self) -> dict[str, object]:

@@ -74,8 +74,10 @@ def _serve(
     logging.getLogger("msds").info("serving %s on http://%s:%d", options.model_names[0], *address.getsockname()[:2])
     patience = math.ceil(options.drain_seconds + LAST_ANSWERS_SECONDS)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=patience)
-    with _sigterm(lambda *_: None):  # uvicorn drains on it and raises it again
-        _Server(config, served).run(sockets=[address])
+    server = _Server(config, served)
+    # uvicorn drains on it and raises it again; one that comes a moment before uvicorn listens to it counts as well
+    with _sigterm(lambda *_: setattr(server, "should_exit", True)):
+        server.run(sockets=[address])
 
 
 class _Server(uvicorn.Server):

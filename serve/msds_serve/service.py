@@ -37,7 +37,7 @@ from msds_serve.protocol.errors import (
     unavailable,
 )
 from msds_serve.protocol.fields import Limits
-from msds_serve.protocol.requests import ChatRequest
+from msds_serve.protocol.requests import ChatRequest, TokenizeRequest
 from msds_serve.protocol.responses import system_fingerprint
 from msds_serve.protocol.tools import call_constraint
 
@@ -194,10 +194,24 @@ class Service:
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """ApiError 400 for ids that the model does not have. field: where they stand."""
         size = self.llm.model.config.vocab_size
-        for position, id_ in enumerate(token_ids):
+        for position, id_ in enumerate(token_ids if max(token_ids, default=0) >= size else ()):
             if id_ >= size:
                 place = f"{field}[{position}]"
                 raise bad_request(f"{place} is {id_}; the model has the tokens 0 to {size - 1}", param=place)
+
+    def encode(self, request: TokenizeRequest) -> list[int]:
+        """The token ids of a text or a conversation; ApiError or PromptError where there can be none."""
+        if request.messages is None:
+            text = request.prompt or ""
+            self.check_length(len(text), "prompt")
+            return self.tokenizer.encode(text, bos=request.add_special_tokens)
+        self.check_length(_characters(request.messages), "messages")
+        return self.chat.encode(
+            request.messages,
+            tools=request.tools or None,
+            add_generation_prompt=request.add_generation_prompt,
+            template_kwargs=request.template_kwargs,
+        )
 
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
@@ -253,8 +267,10 @@ class Service:
 
     async def hold(self, params: SamplingParams, places: Places) -> object:
         """The compiled constraint of a request; as long as it is held, its prompts need not compile it themselves."""
+        if params.constraint is None:
+            return None
         try:
-            return params.constraint and await asyncio.to_thread(self.engine.engine.compile, params.constraint)
+            return await asyncio.to_thread(self.engine.engine.compile, params.constraint)
         except ConstraintError as error:
             raise _unkept(str(error), places) from None
 
@@ -272,7 +288,7 @@ class Service:
             return None  # a base model, or none with a tokenizer: completions only
 
     def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
-        self.check_length(characters(request.messages), "messages")
+        self.check_length(_characters(request.messages), "messages")
         tools = request.tools if request.tool_choice.kind != "none" else ()
         ids = self.chat.encode(
             request.messages,
@@ -295,12 +311,12 @@ def _unkept(reason: str, places: Places) -> ApiError:
     return bad_request(f"{places.constraint or 'tools'}: {reason}", param=places.constraint or "tools")
 
 
-def characters(value: object) -> int:
+def _characters(value: object) -> int:
     """Of all strings in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(characters(part) for part in value.values())
+        return sum(_characters(part) for part in value.values())
     if isinstance(value, Sequence):
-        return sum(characters(part) for part in value)
+        return sum(_characters(part) for part in value)
     return 0

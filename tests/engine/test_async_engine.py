@@ -259,3 +259,13 @@ def test_an_engine_has_one_driver(llm: msds.LLM) -> None:
 
     assert len(with_engine(llm, work)) == 8
     assert llm.generate([[2, 7]], GREEDY)[0].token_ids  # free again
+
+    async def twice() -> None:
+        engine = AsyncEngine(llm.engine)
+        engine.start()
+        await engine.stop()
+        with pytest.raises(RuntimeError, match="threads can only be started once"):
+            engine.start()
+
+    asyncio.run(twice())
+    assert llm.generate([[2, 7]], GREEDY)[0].token_ids

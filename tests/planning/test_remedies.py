@@ -82,7 +82,7 @@ def test_any_number_of_texts_is_met_with_what_works(
 
 def test_texts_that_nothing_holds_are_made_fewer_and_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     """One text of 163,840 tokens of V3 does not fit two nodes with int8 weights, if no larger mesh is suggested."""
-    monkeypatch.setattr("msds.planning.remedies.MOST_RANKS", 16)
+    monkeypatch.setattr("msds.planning.remedies.MOST_SUGGESTED_RANKS", 16)
     monkeypatch.setattr("msds.planning.demand.NPU_MEMORY_FRACTION", 0.8)
     first = planned("deepseek-v3", "a2:8", max_model_len=163840, concurrency=9).remedies[0]
     assert first.works

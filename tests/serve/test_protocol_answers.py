@@ -23,7 +23,7 @@ from msds_serve.protocol.responses import (
 )
 from msds_serve.protocol.streaming import ChatStream
 
-HEAD = Head(id=response_id("chat", "r1"), created=1700000000, model="m", system_fingerprint="fp_1")
+HEAD = Head(id=response_id("chat", "r1"), created=1700000000, model="m", system_fingerprint="fp_1", call_seed="r1")
 NO_USAGE, LAST_USAGE = StreamOptions(), StreamOptions(include_usage=True)
 V31 = LAYOUTS["deepseek_v31"]
 CALLS = V31.opening + "".join(
@@ -52,7 +52,7 @@ def options(**changes):
 
 
 def whole_chat(answers, texts, reason="stop", *, one_push=False):
-    readers = make_readers(answers, HEAD.id, len(texts))
+    readers = make_readers(answers, HEAD.call_seed, len(texts))
     choices = []
     for index, (reader, text) in enumerate(zip(readers, texts, strict=True)):
         pieces = [(text, list(text.encode()))] if one_push else pieces_of(text)
@@ -189,7 +189,7 @@ def test_calls():
     calls = choice["message"]["tool_calls"]
     assert [call["function"]["name"] for call in calls] == ["get", "put"]
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "北京 }"}
-    assert calls[0]["id"] == call_id(f"{HEAD.id}.0", 0)
+    assert calls[0]["id"] == call_id(f"{HEAD.call_seed}.0", 0)
     cut = whole_chat(options(), [f"</think>{CALLS[:75]}"], "length")["choices"][0]
     assert cut["finish_reason"] == "length"
     none = whole_chat(options(layout=None), [f"</think>{CALLS}"])["choices"][0]

@@ -1,15 +1,17 @@
 """Log-probabilities in both shapes, and text completions, streamed and whole."""
 
+from dataclasses import replace
+
 import pytest
 
 from msds.engine.sampler import TokenLogprobs
 from msds_serve.protocol.logprobs import FLOOR, LegacyLogprobs, chat_entry, finite, prompt_entries
 from msds_serve.protocol.requests import StreamOptions
-from msds_serve.protocol.responses import Head, chat_completion, join_legacy, response_id, usage
+from msds_serve.protocol.responses import chat_completion, join_legacy, response_id, usage
 from msds_serve.protocol.streaming import CompletionStream
 from tests.serve.test_protocol_answers import HEAD, LAST_USAGE, scored, token_bytes
 
-TEXT_HEAD = Head(id=response_id("completion", "r1"), created=1700000000, model="m", system_fingerprint="fp_1")
+TEXT_HEAD = replace(HEAD, id=response_id("completion", "r1"))
 
 
 def test_chat_logprobs():

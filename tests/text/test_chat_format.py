@@ -60,6 +60,8 @@ def test_a_prefix_that_changes_nothing_is_refused():
     assert chat_format(ALL).encode([*USER, {"role": "assistant", "content": "Yo", "prefix": False}])
     reads = "{% for m in messages %}{{ m.content }}{% if not m.prefix %}.{% endif %}{% endfor %}"
     assert chat_format(reads).encode(said) == tiny.byte_level().encode("Hi.Yo", bos=False)
+    with pytest.raises(PromptError, match=r"messages\[1\]\.prefix is true, but only the last message"):
+        chat_format(reads).encode([*said, *USER])
 
 
 def test_variables_that_the_template_does_not_read_are_refused():

@@ -125,9 +125,9 @@ class AnswerReader:
         return [chat_entry(entry, self._options.token_bytes, self._options.top_logprobs) for entry in shown]
 
 
-def make_readers(options: AnswerOptions, response_id: str, num_choices: int) -> list[AnswerReader]:
-    """A reader per choice of one request; the ids of their calls follow from the response id and the choice."""
-    return [AnswerReader(options, f"{response_id}.{choice}") for choice in range(num_choices)]
+def make_readers(options: AnswerOptions, call_seed: str, num_choices: int) -> list[AnswerReader]:
+    """A reader per choice of one request; the ids of their calls follow from the seed and the choice."""
+    return [AnswerReader(options, f"{call_seed}.{choice}") for choice in range(num_choices)]
 
 
 def call_id(seed: str, index: int) -> str:

@@ -67,7 +67,8 @@ _MESSAGE: Schema = {
 def messages() -> Kind:
     """A conversation. Text parts are joined; other parts, unknown roles and unknown fields are refused by name.
 
-    `name`, `tool_call_id`, `reasoning_content` and `prefix` go to the chat template, which may or may not read them.
+    `name`, `tool_call_id` and `reasoning_content` go to the chat template, which may or may not read them; a `prefix`
+    that it does not read is refused when the prompt is made.
     """
 
     def check(value: Any, where: str) -> tuple[dict[str, Any], ...]:
@@ -108,7 +109,19 @@ def _check_keys(message: dict[str, Any], where: str) -> None:
 
 def prompts(maximum: int, max_ids: int) -> Kind:
     """One prompt or a list of them, each a text or a list of token ids; as a tuple of texts and tuples of ids."""
-    ids = token_ids(1, max_ids)
+    short = token_ids(1, max_ids)
+
+    def check_ids(value: Any, where: str) -> tuple[int, ...]:
+        if isinstance(value, list) and len(value) > max_ids:
+            raise bad_request(
+                f"{where} has {len(value)} token ids, far more than the context of the model holds; shorten the prompt",
+                param=where,
+                code="context_length_exceeded",
+            )
+        checked: tuple[int, ...] = short(value, where)
+        return checked
+
+    ids = Kind(short.schema, check_ids)
     legal = f"a text, a list of token ids, or a list of 1 to {maximum} texts or lists of token ids"
     many = items(text(), 1, maximum, "texts"), items(ids, 1, maximum, "lists of token ids")
 

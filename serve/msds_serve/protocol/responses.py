@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Head:
-    """What every object of one response repeats. created: Unix time in seconds. id: see `response_id`."""
+    """What every object of one response repeats. created: Unix time in seconds. id: see `response_id`.
+
+    call_seed: what the ids of tool calls follow from, since the client may choose the id, the same one for every turn.
+    """
 
     id: str
     created: int
     model: str
     system_fingerprint: str
+    call_seed: str
 
     def as_object(self, kind: str) -> dict[str, Any]:
         """The first fields of an object of this kind."""
@@ -44,8 +48,8 @@ def response_id(endpoint: str, request_id: str) -> str:
 def system_fingerprint(parts: Mapping[str, object]) -> str:
     """ "fp_" and 12 characters that change when anything does that can change a seeded answer.
 
-    parts: name -> value; by policy the version of msds, the checkpoint's fingerprint, dtype, quantisation and plan,
-    and the count of weight updates. Not the load, the batch or the speculation, which change nothing.
+    parts: name -> value; by policy the version of msds, the config, dtype and plan, whether the engine is
+    deterministic, and the count of weight updates. Not the load, the batch or the speculation, which change nothing.
     """
     text = json.dumps({name: str(value) for name, value in parts.items()}, sort_keys=True)
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]

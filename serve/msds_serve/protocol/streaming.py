@@ -93,7 +93,7 @@ class ChatStream(_Stream):
         self, head: Head, answers: AnswerOptions, options: StreamOptions, *, num_choices: int, prompt_tokens: int
     ) -> None:
         super().__init__(head, options, num_choices=num_choices, prompt_tokens=prompt_tokens)
-        self.readers = make_readers(answers, head.id, num_choices)
+        self.readers = make_readers(answers, head.call_seed, num_choices)
         self._with_logprobs = answers.top_logprobs is not None
         self._begun: set[int] = set()
         self._held: dict[int, list[dict[str, Any]]] = {}  # log-probabilities whose text is still held back
