@@ -55,10 +55,16 @@ class Links:
     def news(self) -> list[News]:
         """What was heard since the last call."""
         found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._heard.get_nowait())
+        while (one := self.next(0.0)) is not None:
+            found.append(one)
         return found
+
+    def next(self, seconds: float) -> News | None:
+        """What was heard first, and nothing after it; None where nothing comes in time."""
+        try:
+            return self._heard.get(timeout=seconds)
+        except queue.Empty:
+            return None
 
     def __bool__(self) -> bool:
         return bool(self._connections)
@@ -154,17 +160,19 @@ def _come(cluster: Cluster, facts: Mapping[str, str], received: Sequence[object]
         except ValueError as error:
             raise OptionError(f"{error}; set the same {SECRET_VARIABLE} on every node") from None
     links = Links({0: connection})
-    while not received:
-        for one in links.news():
-            if one.kind == "go":
-                return links
-            if one.kind == "refused":
-                raise OptionError(one.fields["problem"])
+    while True:
+        one = links.next(_TICK)
+        if one is None and received:
+            with links:
+                return Links({})
+        if one is None:
+            wait.remind("the other nodes", "start them too")
+        elif one.kind == "go":
+            return links  # what follows is for those who watch
+        elif one.kind == "refused":
+            raise OptionError(one.fields["problem"])
+        else:
             raise RankError(f"node 0 has left {address[0]}:{address[1]} before all nodes had come: look there")
-        time.sleep(_TICK)
-        wait.remind("the other nodes", "start them too")
-    with links:
-        return Links({})
 
 
 class _Wait:

@@ -87,10 +87,11 @@ class Supervision:
             while True:
                 self._hear()
                 self._hear_nodes(self._links.news())
-                failed = [process for process in self._processes if process.failed]
+                runs = any(process.runs for process in self._ranks)
+                failed = [process for process in self._processes if process.failed]  # after: the last one may just fail
                 if failed and not self._is_ending:
                     raise self._failure(failed)
-                if not any(process.runs for process in self._ranks):
+                if not runs:
                     break
                 self._check_startup(started)
                 if self._is_ending and self._end(failed):

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ import pytest
 
 from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
+from msds.launch.meeting import meet
+from msds.launch.wire import accept
 from tests.launch.test_processes import ENTRIES, children, pids, until
 
 SECRET = "a" * 32
@@ -220,3 +224,29 @@ def test_who_waits_can_be_told_to_end(nodes: Nodes) -> None:
         until(lambda node=node: "waiting for" in node.said)
         node.process.terminate()
         assert node.ends() == -signal.SIGTERM
+
+
+def two_nodes(node: int) -> Cluster:
+    """The cluster of one of two nodes, which meet on this machine."""
+    return Cluster(2, 2, node, f"127.0.0.1:{free_port()}", SECRET, startup_seconds=30)
+
+
+def test_what_follows_the_start_at_once_is_heard() -> None:
+    cluster = two_nodes(1)
+    with socket.create_server(cluster.leader_address()) as listener:
+
+        def lead() -> None:
+            _, connection = accept(listener, SECRET, time.monotonic() + 20, kind="node")
+            connection.receive()
+            connection.send("go")
+            connection.send("failed", {"problem": "no space", "exit_code": 1})
+            connection.receive()
+            connection.close()
+
+        leader = threading.Thread(target=lead, daemon=True)
+        leader.start()
+        with meet(cluster, None, {}, []) as links:
+            one = links.next(20)
+        leader.join()
+    assert one is not None
+    assert (one.kind, one.fields["problem"]) == ("failed", "no space")
