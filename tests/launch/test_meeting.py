@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import pytest
 from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
 from msds.launch.meeting import meet
-from msds.launch.wire import accept
+from msds.launch.wire import Connection, Limit, accept, connect
 from tests.launch.test_processes import ENTRIES, children, pids, until
 
 SECRET = "a" * 32
@@ -229,6 +229,79 @@ def test_who_waits_can_be_told_to_end(nodes: Nodes) -> None:
 def two_nodes(node: int) -> Cluster:
     """The cluster of one of two nodes, which meet on this machine."""
     return Cluster(2, 2, node, f"127.0.0.1:{free_port()}", SECRET, startup_seconds=30)
+
+
+Leading = tuple[Cluster, list[object], threading.Thread]
+
+
+@pytest.fixture
+def leading() -> Iterator[Leading]:
+    """Node 0 of two, which waits in a thread; what it has `received`."""
+    cluster = two_nodes(0)
+    received: list[object] = []
+    with cluster.leader_listener() as listener:
+
+        def lead() -> None:
+            with meet(cluster, listener, {}, received):
+                pass
+
+        thread = threading.Thread(target=lead, daemon=True)
+        thread.start()
+        yield cluster, received, thread
+        received.append("the end")
+        thread.join(20)
+
+
+def test_who_proves_the_secret_and_stalls_is_sent_away(leading: Leading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msds.launch.wire.HANDSHAKE_SECONDS", 0.3)
+    cluster, _, thread = leading
+    stalled = connect(cluster.leader_address(), SECRET, 1, time.monotonic() + 20, kind="node")
+    answer = stalled.receive(Limit(time.monotonic() + 20))
+    assert answer is not None
+    assert (answer.kind, answer.fields["problem"]) == (
+        "refused",
+        "node 1 did not say in time what it is to run: start it again",
+    )
+    stalled.close()
+    monkeypatch.undo()
+    meet(replace(cluster, node_rank=1), None, {}, []).__exit__(None, None, None)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("has_proved", [False, True])
+def test_who_stalls_does_not_make_deaf(leading: Leading, monkeypatch: pytest.MonkeyPatch, has_proved: bool) -> None:
+    monkeypatch.setattr("msds.launch.wire.HANDSHAKE_SECONDS", 600)
+    cluster, received, thread = leading
+    if has_proved:
+        stalled = connect(cluster.leader_address(), SECRET, 1, time.monotonic() + 20, kind="node")
+    else:
+        raw = socket.create_connection(cluster.leader_address())
+        raw.recv(1)
+        stalled = Connection(raw)
+    received.append("a signal")
+    thread.join(20)
+    assert not thread.is_alive()
+    stalled.close()
+
+
+def test_a_meeting_that_fails_leaves_no_connection() -> None:
+    cluster = Cluster(3, 3, 0, f"127.0.0.1:{free_port()}", SECRET, startup_seconds=1)
+    failed: list[Exception] = []
+    with cluster.leader_listener() as listener:
+
+        def lead() -> None:
+            try:
+                meet(cluster, listener, {}, [])
+            except RankError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=lead, daemon=True)
+        thread.start()
+        with pytest.raises(RankError, match="node 0 has left"):
+            meet(replace(cluster, node_rank=1, startup_seconds=30), None, {}, [])
+        thread.join(20)
+        assert "rank 2 of node 2 did not come" in str(failed[0])
 
 
 def test_what_follows_the_start_at_once_is_heard() -> None:
