@@ -20,7 +20,7 @@ import pytest
 
 from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
-from msds.launch.meeting import meet
+from msds.launch.meeting import Links, News, meet
 from msds.launch.wire import Connection, Limit, accept, connect
 from tests.launch.test_processes import ENTRIES, children, pids, until
 
@@ -323,3 +323,53 @@ def test_what_follows_the_start_at_once_is_heard() -> None:
         leader.join()
     assert one is not None
     assert (one.kind, one.fields["problem"]) == ("failed", "no space")
+
+
+@pytest.fixture
+def following() -> Iterator[tuple[Cluster, list[News]]]:
+    """Node 0 of two, for the main thread, and what node 1 hears of it after the start."""
+    cluster = two_nodes(0)
+    heard: list[News] = []
+
+    def follow() -> None:
+        with meet(replace(cluster, node_rank=1), None, {}, []) as links:
+            while (one := links.next(20)) is not None and one.kind != "gone":
+                heard.append(one)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    yield cluster, heard
+    thread.join(20)
+
+
+def test_a_node_that_cannot_start_its_ranks_says_so(
+    following: tuple[Cluster, list[News]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    cluster, heard = following
+    with pytest.raises(OptionError, match="no temporary folder can be made"):
+        launch(f"{ENTRIES}:write_place", {}, cluster, collectives=False)
+    until(lambda: heard)
+    assert (heard[0].kind, heard[0].fields["exit_code"]) == ("failed", 2)
+    assert "its ranks could not be run: no temporary folder can be made" in heard[0].fields["problem"]
+
+
+def test_a_node_that_is_told_to_end_before_it_starts_ranks_says_so(
+    following: tuple[Cluster, list[News]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, heard = following
+
+    def met_too_late(*arguments: Any) -> Links:
+        links = meet(*arguments)
+        arguments[-1].append(signal.SIGINT)
+        return links
+
+    monkeypatch.setattr("msds.launch.processes.meet", met_too_late)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(f"{ENTRIES}:write_place", {}, cluster, collectives=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    until(lambda: heard)
+    assert (heard[0].kind, heard[0].fields["why"]) == ("leaving", "rank 0 of node 0 left, told to end by SIGINT")
