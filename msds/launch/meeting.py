@@ -20,7 +20,7 @@ from typing import Any
 from msds.errors import OptionError, RankError
 from msds.launch.cluster import SECRET_VARIABLE, Cluster
 from msds.launch.facts import differences
-from msds.launch.wire import Connection, accept, connect
+from msds.launch.wire import Connection, accept, connect, handshake_limit
 
 REMIND_SECONDS = 30.0
 """Between two lines that say who is waited for."""
@@ -55,10 +55,16 @@ class Links:
     def news(self) -> list[News]:
         """What was heard since the last call."""
         found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._heard.get_nowait())
+        while (one := self.next(0.0)) is not None:
+            found.append(one)
         return found
+
+    def next(self, seconds: float) -> News | None:
+        """What was heard first, and nothing after it; None where nothing comes in time."""
+        try:
+            return self._heard.get(timeout=seconds)
+        except queue.Empty:
+            return None
 
     def __bool__(self) -> bool:
         return bool(self._connections)
@@ -97,33 +103,42 @@ def _gather(cluster: Cluster, listener: socket.socket, facts: Mapping[str, str],
     """As node 0."""
     wait = _Wait(cluster)
     found: dict[int, Connection] = {}
-    while missing := [node for node in range(1, cluster.nodes) if node not in found]:
-        wait.remind(cluster.names(missing), "start them there" if len(missing) > 1 else "start it there")
-        if received:
-            _close(found)
-            return Links({})
-        for node in [node for node, connection in found.items() if connection.has_left()]:
-            found.pop(node).close()
-        try:
-            node, connection = accept(listener, cluster.secret, time.monotonic() + _TICK, kind="node")
-        except TimeoutError:
-            continue
-        hello = connection.receive()
-        if hello is None:
-            connection.close()
-            continue
-        problem = differences(facts, hello.fields["facts"], 0, node)
-        if problem is not None:
-            _refuse(problem, [*found.values(), connection])
-            raise OptionError(problem)
-        if node in found or not 0 < node < cluster.nodes:
-            _refuse(f"there is a node {node} already: give every node a --node-rank of its own", [connection])
-            continue
-        found[node] = connection
-    for connection in found.values():
-        with contextlib.suppress(OSError):  # that it has left will be heard
-            connection.send("go")
-    return Links(found)
+    with contextlib.ExitStack() as stack:
+        while missing := [node for node in range(1, cluster.nodes) if node not in found]:
+            wait.remind(cluster.names(missing), "start them there" if len(missing) > 1 else "start it there")
+            if received:
+                return Links({})
+            for node in [node for node, connection in found.items() if connection.has_left()]:
+                found.pop(node).close()
+            until = time.monotonic() + _TICK
+            try:
+                node, connection = accept(listener, cluster.secret, until, kind="node", received=received)
+            except TimeoutError:
+                continue
+            stack.callback(connection.close)
+            hello = connection.receive(handshake_limit(received))
+            if received:
+                continue
+            if hello is None:
+                _refuse(f"node {node} did not say in time what it is to run: start it again", [connection])
+                continue
+            problem = differences(facts, hello.fields["facts"], 0, node)
+            if problem is not None:
+                _refuse(problem, [*found.values(), connection])
+                raise OptionError(problem)
+            if node in found or not 0 < node < cluster.nodes:
+                _refuse(
+                    f"there is a node {node} already: give every node a --node-rank of its own; where its machine was "
+                    "lost just now, start it again in half a minute",
+                    [connection],
+                )
+                continue
+            found[node] = connection
+        for connection in found.values():
+            with contextlib.suppress(OSError):  # that it has left will be heard
+                connection.send("go")
+        stack.pop_all()
+        return Links(found)
 
 
 def _refuse(problem: str, connections: Sequence[Connection]) -> None:
@@ -133,37 +148,38 @@ def _refuse(problem: str, connections: Sequence[Connection]) -> None:
         connection.close()
 
 
-def _close(connections: Mapping[int, Connection]) -> None:
-    for connection in connections.values():
-        connection.close()
-
-
 def _come(cluster: Cluster, facts: Mapping[str, str], received: Sequence[object]) -> Links:
     """As another node than 0."""
-    address, wait, why = cluster.leader_address(), _Wait(cluster), "start it there"
-    while True:
-        wait.remind(cluster.names([0]), why)
-        if received:
-            return Links({})
-        try:
-            connection = connect(address, cluster.secret, cluster.node_rank, time.monotonic() + _TICK, kind="node")
-            connection.send("hello", {"facts": dict(facts)})
-            break
-        except OSError as error:
-            why = f"{error.strerror or error}"
-        except ValueError as error:
-            raise OptionError(f"{error}; set the same {SECRET_VARIABLE} on every node") from None
-    links = Links({0: connection})
-    while not received:
-        for one in links.news():
-            if one.kind == "go":
-                return links
-            if one.kind == "refused":
+    address, wait = cluster.leader_address(), _Wait(cluster)
+    with contextlib.ExitStack() as stack:
+        why = "start it there"
+        while True:
+            wait.remind(cluster.names([0]), why)
+            if received:
+                return Links({})
+            until = time.monotonic() + _TICK
+            try:
+                connection = connect(address, cluster.secret, cluster.node_rank, until, kind="node", received=received)
+                stack.callback(connection.close)
+                connection.send("hello", {"facts": dict(facts)})
+                break
+            except OSError as error:
+                why = f"{error.strerror or error}"
+            except ValueError as error:
+                raise OptionError(
+                    f"{error}; set the same {SECRET_VARIABLE} on every node, and start all of them again"
+                ) from None
+        links = Links({0: connection})
+        while (one := links.next(_TICK)) is not None or not received:
+            if one is None:
+                wait.remind("the other nodes", "start them too")
+            elif one.kind == "go":
+                stack.pop_all()
+                return links  # what follows is for those who watch
+            elif one.kind == "refused":
                 raise OptionError(one.fields["problem"])
-            raise RankError(f"node 0 has left {address[0]}:{address[1]} before all nodes had come: look there")
-        time.sleep(_TICK)
-        wait.remind("the other nodes", "start them too")
-    with links:
+            else:
+                raise RankError(f"node 0 has left {address[0]}:{address[1]} before all nodes had come: look there")
         return Links({})
 
 

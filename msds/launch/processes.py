@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from msds.errors import OptionError
+from msds.errors import OptionError, RankError
 from msds.launch.cluster import Cluster
 from msds.launch.meeting import Links, meet
 from msds.launch.place import Place
-from msds.launch.supervise import Process, Supervision, end
+from msds.launch.supervise import Process, Supervision, end, tell_leaving
 from msds_graphs.interrupts import collected
 
 
@@ -67,7 +67,9 @@ def launch(
     with collected() as received, contextlib.ExitStack() as stack:
         listener = stack.enter_context(cluster.leader_listener()) if cluster.is_master else None
         links = stack.enter_context(meet(cluster, listener, facts or {}, received))
-        if not received:
+        if received:
+            tell_leaving(links, cluster, received[0])
+        else:
             ended_well = _run(program, logs, listener, links, received)
     if received and not (drains and ended_well and received[0] == signal.SIGTERM):
         default = signal.getsignal(received[0]) == signal.SIG_DFL
@@ -110,8 +112,25 @@ def _run(
     links: Links,
     received: list[signal.Signals],
 ) -> bool:
-    """Whether all ranks ended with exit code 0."""
-    folder = _new_folder() if logs is None else logs
+    """Whether all ranks ended with exit code 0. Other nodes are told why when not even a start was possible."""
+    try:
+        return _run_here(program, _new_folder() if logs is None else logs, logs is None, listener, links, received)
+    except RankError:
+        raise  # they were told by who watches the ranks
+    except Exception as error:
+        problem = f"its ranks could not be run: {error}"
+        links.tell("failed", {"problem": problem, "exit_code": 2 if isinstance(error, OptionError) else 1})
+        raise
+
+
+def _run_here(
+    program: _Program,
+    folder: Path,
+    is_temporary: bool,
+    listener: socket.socket | None,
+    links: Links,
+    received: list[signal.Signals],
+) -> bool:
     print(f"msds: logs of {len(program.cluster.ranks_here)} ranks in {folder}", file=sys.stderr, flush=True)
     processes: list[Process] = []
     supervision: Supervision | None = None
@@ -123,9 +142,9 @@ def _run(
         return ended_well
     finally:
         end(processes)
-        if logs is None and (supervision is None or supervision.keeps_logs):
+        if is_temporary and (supervision is None or supervision.keeps_logs):
             print(f"msds: the logs of the ranks stay in {folder}", file=sys.stderr, flush=True)
-        elif logs is None:
+        elif is_temporary:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -87,10 +87,11 @@ class Supervision:
             while True:
                 self._hear()
                 self._hear_nodes(self._links.news())
-                failed = [process for process in self._processes if process.failed]
+                runs = any(process.runs for process in self._ranks)
+                failed = [process for process in self._processes if process.failed]  # after: the last one may just fail
                 if failed and not self._is_ending:
                     raise self._failure(failed)
-                if not any(process.runs for process in self._ranks):
+                if not runs:
                     break
                 self._check_startup(started)
                 if self._is_ending and self._end(failed):
@@ -140,9 +141,7 @@ class Supervision:
         if self._deadline is None:
             self._deadline = now + self._stop_seconds
             if self._received:
-                name = self._received[0].name
-                here = self._cluster.names([self._cluster.node_rank])
-                self._links.tell("leaving", {"why": f"{here} left, told to end by {name}"})
+                tell_leaving(self._links, self._cluster, self._received[0])
             why = self._received[0].name if self._received else self._left
             _say(
                 f"{why}: {_names(left)} {'are' if len(left) > 1 else 'is'} told to end, within {self._stop_seconds:g} s"
@@ -206,6 +205,12 @@ class Supervision:
             time.sleep(_TICK)
             said += _problems(self._links.news())
         return said
+
+
+def tell_leaving(links: Links, cluster: Cluster, number: signal.Signals) -> None:
+    """Other nodes hear that this one was told to end."""
+    here = cluster.names([cluster.node_rank])
+    links.tell("leaving", {"why": f"{here} left, told to end by {number.name}"})
 
 
 def end(processes: Sequence[Process]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from msds.checkpoint import write_manifest
 from msds.launch.facts import differences, model_facts
+from msds_serve.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +104,29 @@ def test_only_some_differences_are_listed() -> None:
     assert said is not None
     assert "fact 2 is a on node 0 and b on node 1; and 7 more" in said
     assert "fact 3" not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "difference"),
+    [
+        ("--seed 0 --batch-size 64 --lengths 128 --learning-rate 0.001 --warmup-steps 1 --save-every 200", None),
+        ("--accumulation 1 --decay-steps 0 --temperature 1 --mtp-weight 0.30", None),
+        ("--seed 1", "--seed is 0 on node 0 and 1 on node 1"),
+        ("--warmup-steps 2", "--warmup-steps is 1 on node 0 and 2 on node 1"),
+        ("--lengths 64,128", "--lengths is (128,) on node 0 and (64, 128) on node 1"),
+        ("--temperature 2", "--temperature is 1.0 on node 0 and 2.0 on node 1"),
+    ],
+)
+def test_training_settings_given_or_default(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, difference: str | None
+) -> None:
+    found: list[dict[str, str]] = []
+    monkeypatch.setattr("msds.launch.launch", lambda *_, facts, **__: found.append(facts))
+    monkeypatch.setenv("MSDS_CLUSTER_SECRET", "s" * 32)
+    (tmp_path / "data.jsonl").touch()
+    cluster = ["--data-parallel", "2", "--nodes", "2", "--node-rank", "0", "--master", "localhost:1000"]
+    command = ["train", str(folder), str(tmp_path / "data.jsonl"), "--run", str(tmp_path / "run"), "--steps", "10"]
+    for options in ("", given):
+        assert main([*command, "--teacher", str(folder), *cluster, *options.split()]) == 0
+    said = differences(*found, 0, 1)
+    assert said is None if difference is None else said is not None and difference in said

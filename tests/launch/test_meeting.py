@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import pytest
 
 from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
+from msds.launch.meeting import Links, News, meet
+from msds.launch.wire import Connection, Limit, accept, connect
 from tests.launch.test_processes import ENTRIES, children, pids, until
 
 SECRET = "a" * 32
@@ -220,3 +224,152 @@ def test_who_waits_can_be_told_to_end(nodes: Nodes) -> None:
         until(lambda node=node: "waiting for" in node.said)
         node.process.terminate()
         assert node.ends() == -signal.SIGTERM
+
+
+def two_nodes(node: int) -> Cluster:
+    """The cluster of one of two nodes, which meet on this machine."""
+    return Cluster(2, 2, node, f"127.0.0.1:{free_port()}", SECRET, startup_seconds=30)
+
+
+Leading = tuple[Cluster, list[object], threading.Thread]
+
+
+@pytest.fixture
+def leading() -> Iterator[Leading]:
+    """Node 0 of two, which waits in a thread; what it has `received`."""
+    cluster = two_nodes(0)
+    received: list[object] = []
+    with cluster.leader_listener() as listener:
+
+        def lead() -> None:
+            with meet(cluster, listener, {}, received):
+                pass
+
+        thread = threading.Thread(target=lead, daemon=True)
+        thread.start()
+        yield cluster, received, thread
+        received.append("the end")
+        thread.join(20)
+
+
+def test_who_proves_the_secret_and_stalls_is_sent_away(leading: Leading, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("msds.launch.wire.HANDSHAKE_SECONDS", 0.3)
+    cluster, _, thread = leading
+    stalled = connect(cluster.leader_address(), SECRET, 1, time.monotonic() + 20, kind="node")
+    answer = stalled.receive(Limit(time.monotonic() + 20))
+    assert answer is not None
+    assert (answer.kind, answer.fields["problem"]) == (
+        "refused",
+        "node 1 did not say in time what it is to run: start it again",
+    )
+    stalled.close()
+    monkeypatch.undo()
+    meet(replace(cluster, node_rank=1), None, {}, []).__exit__(None, None, None)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("has_proved", [False, True])
+def test_who_stalls_does_not_make_deaf(leading: Leading, monkeypatch: pytest.MonkeyPatch, has_proved: bool) -> None:
+    monkeypatch.setattr("msds.launch.wire.HANDSHAKE_SECONDS", 600)
+    cluster, received, thread = leading
+    if has_proved:
+        stalled = connect(cluster.leader_address(), SECRET, 1, time.monotonic() + 20, kind="node")
+    else:
+        raw = socket.create_connection(cluster.leader_address())
+        raw.recv(1)
+        stalled = Connection(raw)
+    received.append("a signal")
+    thread.join(20)
+    assert not thread.is_alive()
+    stalled.close()
+
+
+def test_a_meeting_that_fails_leaves_no_connection() -> None:
+    cluster = Cluster(3, 3, 0, f"127.0.0.1:{free_port()}", SECRET, startup_seconds=1)
+    failed: list[Exception] = []
+    with cluster.leader_listener() as listener:
+
+        def lead() -> None:
+            try:
+                meet(cluster, listener, {}, [])
+            except RankError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=lead, daemon=True)
+        thread.start()
+        with pytest.raises(RankError, match="node 0 has left"):
+            meet(replace(cluster, node_rank=1, startup_seconds=30), None, {}, [])
+        thread.join(20)
+        assert "rank 2 of node 2 did not come" in str(failed[0])
+
+
+def test_what_follows_the_start_at_once_is_heard() -> None:
+    cluster = two_nodes(1)
+    with socket.create_server(cluster.leader_address()) as listener:
+
+        def lead() -> None:
+            _, connection = accept(listener, SECRET, time.monotonic() + 20, kind="node")
+            connection.receive()
+            connection.send("go")
+            connection.send("failed", {"problem": "no space", "exit_code": 1})
+            connection.receive()
+            connection.close()
+
+        leader = threading.Thread(target=lead, daemon=True)
+        leader.start()
+        with meet(cluster, None, {}, []) as links:
+            one = links.next(20)
+        leader.join()
+    assert one is not None
+    assert (one.kind, one.fields["problem"]) == ("failed", "no space")
+
+
+@pytest.fixture
+def following() -> Iterator[tuple[Cluster, list[News]]]:
+    """Node 0 of two, for the main thread, and what node 1 hears of it after the start."""
+    cluster = two_nodes(0)
+    heard: list[News] = []
+
+    def follow() -> None:
+        with meet(replace(cluster, node_rank=1), None, {}, []) as links:
+            while (one := links.next(20)) is not None and one.kind != "gone":
+                heard.append(one)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    yield cluster, heard
+    thread.join(20)
+
+
+def test_a_node_that_cannot_start_its_ranks_says_so(
+    following: tuple[Cluster, list[News]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
+    cluster, heard = following
+    with pytest.raises(OptionError, match="no temporary folder can be made"):
+        launch(f"{ENTRIES}:write_place", {}, cluster, collectives=False)
+    until(lambda: heard)
+    assert (heard[0].kind, heard[0].fields["exit_code"]) == ("failed", 2)
+    assert "its ranks could not be run: no temporary folder can be made" in heard[0].fields["problem"]
+
+
+def test_a_node_that_is_told_to_end_before_it_starts_ranks_says_so(
+    following: tuple[Cluster, list[News]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, heard = following
+
+    def met_too_late(*arguments: Any) -> Links:
+        links = meet(*arguments)
+        arguments[-1].append(signal.SIGINT)
+        return links
+
+    monkeypatch.setattr("msds.launch.processes.meet", met_too_late)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(f"{ENTRIES}:write_place", {}, cluster, collectives=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    until(lambda: heard)
+    assert (heard[0].kind, heard[0].fields["why"]) == ("leaving", "rank 0 of node 0 left, told to end by SIGINT")

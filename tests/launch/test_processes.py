@@ -17,6 +17,8 @@ import pytest
 
 from msds.errors import OptionError, RankError
 from msds.launch import Cluster, launch
+from msds.launch.meeting import Links
+from msds.launch.supervise import Process, Supervision
 
 ENTRIES = "tests.launch.entries"
 
@@ -87,6 +89,32 @@ def test_a_rank_that_fails_is_named_and_ends_all(
         assert name in str(caught.value)
     assert caught.value.exit_code == code
     assert children() == before
+
+
+def test_a_last_rank_that_fails_while_it_is_asked_is_noticed(tmp_path: Path) -> None:
+    class Ending(subprocess.Popen[bytes]):
+        """Runs when it is asked for the first time."""
+
+        def __init__(self) -> None:
+            super().__init__([sys.executable, "-c", "raise SystemExit(7)"])
+            self.wait()
+            self.asked = 0
+
+        def poll(self) -> int | None:
+            self.asked += 1
+            return None if self.asked == 1 else super().poll()
+
+    log = tmp_path / "log"
+    log.write_text("the last thing it said")
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    try:
+        process = Process(1, Ending(), log, reading)
+        with pytest.raises(RankError, match="rank 1 ended with exit code 7"):
+            Supervision([process], Cluster(2), Links({}), [], 1.0).run()
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_the_log_of_rank_0_is_shown_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from msds.launch.wire import Connection, accept, connect
+from msds.launch.wire import Connection, Limit, accept, connect
 
 SECRET = "s" * 32
 
@@ -125,7 +126,7 @@ def test_a_rank_is_not_taken_for_a_node(listener: socket.socket, caplog: pytest.
     deadline = time.monotonic() + 20
 
     def knock() -> None:
-        with pytest.raises(ValueError, match="sent rank 1 away, which failed its secret check"):
+        with pytest.raises(ValueError, match="the secrets differ, or the program there has started already"):
             connect(listener.getsockname(), SECRET, 1, deadline)
         connect(listener.getsockname(), SECRET, 1, deadline, kind="node").close()
 
@@ -156,3 +157,59 @@ def test_a_false_rank_0_is_not_followed(listener: socket.socket) -> None:
 def test_waiting_ends(listener: socket.socket) -> None:
     with pytest.raises(TimeoutError):
         accept(listener, SECRET, time.monotonic() + 0.05)
+
+
+def test_waiting_ends_also_while_strangers_come(listener: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
+    strangers = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+    for stranger in strangers:
+        stranger.close()
+    with pytest.raises(TimeoutError):
+        accept(listener, SECRET, time.monotonic() + 20, received=["a signal"])
+    with pytest.raises(TimeoutError):
+        accept(listener, SECRET, time.monotonic() - 1)
+    assert "refused" not in caplog.text
+
+
+def test_who_speaks_slowly_is_sent_away(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("msds.launch.wire.HANDSHAKE_SECONDS", 0.3)
+    told: list[int] = []
+
+    def drip() -> None:
+        with socket.create_connection(listener.getsockname()) as slow, contextlib.suppress(OSError):
+            slow.recv(32, socket.MSG_WAITALL)
+            slow.settimeout(0.1)
+            while len(told) < 50:
+                told.append(slow.send(b"x"))
+                with contextlib.suppress(TimeoutError):
+                    if slow.recv(1) == b"":
+                        return
+
+    caller = threading.Thread(target=drip)
+    caller.start()
+    with pytest.raises(TimeoutError):
+        accept(listener, SECRET, time.monotonic() + 1)
+    caller.join()
+    assert len(told) < 50
+    assert "is refused: it took too long" in caplog.text
+
+
+def test_a_message_that_does_not_come_in_time_is_none() -> None:
+    here, there = pair()
+    assert here.receive(Limit(time.monotonic() + 0.05)) is None
+    there.send("x")
+    assert here.receive(Limit(time.monotonic() + 20)) is not None
+    here.close()
+    there.close()
+
+
+def test_a_machine_that_is_lost_is_missed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as found, socket.create_connection(found.getsockname()) as raw:
+        Connection(raw)
+        assert raw.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, every, count = (
+            raw.getsockopt(socket.IPPROTO_TCP, name)
+            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        )
+    assert idle + every * count <= 30  # the wait that a refused successor is told

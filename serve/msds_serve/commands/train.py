@@ -93,23 +93,29 @@ def run(options: argparse.Namespace) -> int:
         arguments,
         options,
         options.data_parallel,
-        facts=lambda: _facts(options),
+        facts=lambda: _facts(options, settings),
         stop_seconds=STOP_SECONDS,
     )
     return 0
 
 
-def _facts(options: argparse.Namespace) -> dict[str, str]:
-    """What the nodes of a run must have in common."""
+def _facts(options: argparse.Namespace, settings: TrainOptions) -> dict[str, str]:
+    """What the nodes of a run must have in common; equal values are equal facts, given or default."""
     from msds.checkpoint.samples import sample_file
     from msds.launch.facts import software_facts, weight_facts
 
-    names = (*OPTIONS, "mtp_weight", "balance_weight", "temperature")
+    values = {name: getattr(settings, name) for name in OPTIONS}
+    values |= {name: getattr(options, name) for name in ("mtp_weight", "balance_weight")}
+    values |= {"warmup_steps": settings.schedule.warmup_steps, "temperature": _temperature(options)}
     found = {"the command": "train", **software_facts()}
-    found |= {f"--{name.replace('_', '-')}": str(getattr(options, name)) for name in names}
+    found |= {f"--{name.replace('_', '-')}": str(value) for name, value in values.items()}
     found["DATA"] = f"{(sample := sample_file(Path(options.data))).size:,} bytes with samples {sample.digest[:12]}"
     teacher = {} if options.teacher is None else weight_facts(options.teacher)
     return found | weight_facts(options.model) | {f"teacher's {name}": value for name, value in teacher.items()}
+
+
+def _temperature(options: argparse.Namespace) -> float:
+    return 1.0 if options.temperature is None else float(options.temperature)
 
 
 def train_rank(place: Place, *, options: dict[str, Any]) -> None:
@@ -144,8 +150,7 @@ def train(
     assert tokenizer is not None  # chat says so itself
     teacher = load(options.teacher, mtp=False) if options.teacher is not None else None
     weights = {"mtp_weight": options.mtp_weight, "balance_weight": options.balance_weight}
-    temperature = 1.0 if options.temperature is None else options.temperature
-    objective = NextToken(**weights) if teacher is None else Distillation(temperature, **weights)
+    objective = NextToken(**weights) if teacher is None else Distillation(_temperature(options), **weights)
     examples = [encode_conversation(conversation, tokenizer, chat) for conversation in conversations]
     trainer = Trainer(model, Path(options.run_folder), settings, objective=objective, teacher=teacher, ranks=ranks)
     trainer.run(examples, partial(print, flush=True), stop=stop)
