@@ -9,7 +9,7 @@ from msds.engine.async_engine import Update
 from msds_serve.metrics import TokenClock
 from msds_serve.protocol.answers import AnswerDelta, AnswerOptions, make_readers
 from msds_serve.protocol.requests import ChatRequest
-from msds_serve.protocol.responses import Head, chat_choice, chat_completion, usage
+from msds_serve.protocol.responses import CachedTokens, Head, chat_choice, chat_completion, usage
 from msds_serve.protocol.streaming import ChatStream, Chunk
 from msds_serve.service import ChatPrompt, Service
 
@@ -55,7 +55,7 @@ class ChatRun:
         readers = make_readers(self._answers, self._head.call_seed, num_choices)
         deltas: list[list[AnswerDelta]] = [[] for _ in range(num_choices)]
         reasons: dict[int, str] = {}
-        cached, prompt_logprobs = 0, None
+        cached, prompt_logprobs = CachedTokens(), None
         async for sequence, delta in self._all():
             choice = sequence.choice_index
             if choice in reasons:
@@ -64,7 +64,7 @@ class ChatRun:
             if delta.finish_reason is not None or readers[choice].is_done:
                 reasons[choice] = delta.finish_reason or "stop"
                 deltas[choice].append(readers[choice].finish())
-                cached = max(cached, sequence.num_cached_tokens)
+                cached.saw(0, sequence.num_cached_tokens)
                 prompt_logprobs = prompt_logprobs or sequence.prompt_logprobs
             if len(reasons) == num_choices:
                 break
@@ -82,7 +82,7 @@ class ChatRun:
         counts = usage(
             len(self._prompt.token_ids),
             sum(reader.completion_tokens for reader in readers),
-            cached_tokens=cached,
+            cached_tokens=cached.total,
             reasoning_tokens=sum(reader.reasoning_tokens for reader in readers),
         )
         shown = prompt_logprobs if request.params.prompt_logprobs is not None else None
@@ -104,7 +104,7 @@ class ChatRun:
             choice = sequence.choice_index
             if choice in finished:
                 continue
-            stream.saw_cached(0, sequence.num_cached_tokens)
+            stream.cached_tokens.saw(0, sequence.num_cached_tokens)
             for chunk in stream.push(choice, delta.text, delta.token_ids, delta.token_logprobs):
                 yield chunk
             if delta.finish_reason is not None or stream.readers[choice].is_done:

@@ -13,7 +13,7 @@ from msds_serve.metrics import TokenClock
 from msds_serve.protocol.errors import bad_request
 from msds_serve.protocol.logprobs import LegacyLogprobs, prompt_entries
 from msds_serve.protocol.requests import CompletionRequest
-from msds_serve.protocol.responses import Head, completion, completion_choice, join_legacy, usage
+from msds_serve.protocol.responses import CachedTokens, Head, completion, completion_choice, join_legacy, usage
 from msds_serve.protocol.streaming import Chunk, CompletionStream
 from msds_serve.service import Service
 
@@ -39,7 +39,7 @@ class CompletionRun:
         request = self._request
         self._service.check_model(request.model)
         self._service.check_count(self._num_choices, "prompt" if len(request.prompts) > 1 else "n")
-        grammar = await self._service.hold(request.params, request.places)
+        await self._service.check_constraint(request.params, request.places)
         self._prompts = await asyncio.to_thread(
             lambda: [self._encode(*prompt) for prompt in enumerate(request.prompts)]
         )
@@ -57,7 +57,6 @@ class CompletionRun:
         except BaseException:
             await self.close()
             raise
-        del grammar  # the compiler keeps what it has compiled last, and running prompts what is theirs
         return self
 
     async def answer(self) -> dict[str, object]:
@@ -93,11 +92,10 @@ class CompletionRun:
             choices.append(choice_body)
         prompt_tokens = sum(len(ids) for ids in self._prompts)
         completion_tokens = sum(sequence.num_output for sequence in finished.values())
-        cached: dict[int, int] = {}
+        cached = CachedTokens()
         for sequence in finished.values():
-            index = sequence.info.prompt_index
-            cached[index] = max(sequence.num_cached_tokens, cached.get(index, 0))
-        counts = usage(prompt_tokens, completion_tokens, cached_tokens=sum(cached.values()))
+            cached.saw(sequence.info.prompt_index, sequence.num_cached_tokens)
+        counts = usage(prompt_tokens, completion_tokens, cached_tokens=cached.total)
         return completion(self._head, choices, counts)
 
     async def chunks(self) -> AsyncIterator[Chunk]:
@@ -114,7 +112,7 @@ class CompletionRun:
         begun: set[int] = set()
         async for sequence, delta in self._all():
             choice = self._choice(sequence)
-            stream.saw_cached(sequence.info.prompt_index, sequence.num_cached_tokens)
+            stream.cached_tokens.saw(sequence.info.prompt_index, sequence.num_cached_tokens)
             if choice not in begun:
                 begun.add(choice)
                 if request.echo:

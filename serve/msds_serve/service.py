@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from msds import __version__
 from msds.constraints import Constraint
@@ -205,13 +206,7 @@ class Service:
             text = request.prompt or ""
             self.check_length(len(text), "prompt")
             return self.tokenizer.encode(text, bos=request.add_special_tokens)
-        self.check_length(_characters(request.messages), "messages")
-        return self.chat.encode(
-            request.messages,
-            tools=request.tools or None,
-            add_generation_prompt=request.add_generation_prompt,
-            template_kwargs=request.template_kwargs,
-        )
+        return self._encode_chat(request, request.messages, request.tools)
 
     async def chat_prompt(self, request: ChatRequest) -> ChatPrompt:
         """Render and encode a conversation off the event loop. ApiError or PromptError for what cannot be rendered."""
@@ -265,12 +260,12 @@ class Service:
         deadline = None if timeout is None else time.monotonic() + timeout
         return RequestInfo(prompt_index=prompt_index, priority=priority, deadline=deadline, start=start)
 
-    async def hold(self, params: SamplingParams, places: Places) -> object:
-        """The compiled constraint of a request; as long as it is held, its prompts need not compile it themselves."""
+    async def check_constraint(self, params: SamplingParams, places: Places) -> None:
+        """ApiError 400 for a constraint that cannot be kept. Compiled, it is kept for the prompts of the request."""
         if params.constraint is None:
-            return None
+            return
         try:
-            return await asyncio.to_thread(self.engine.engine.compile, params.constraint)
+            await asyncio.to_thread(self.engine.engine.compile, params.constraint)
         except ConstraintError as error:
             raise _unkept(str(error), places) from None
 
@@ -287,15 +282,23 @@ class Service:
         except TokenizerError:
             return None  # a base model, or none with a tokenizer: completions only
 
-    def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
-        self.check_length(_characters(request.messages), "messages")
-        tools = request.tools if request.tool_choice.kind != "none" else ()
-        ids = self.chat.encode(
-            request.messages,
+    def _encode_chat(
+        self,
+        request: ChatRequest | TokenizeRequest,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int]:
+        self.check_length(_characters(messages), "messages")
+        return self.chat.encode(
+            messages,
             tools=tools or None,
             add_generation_prompt=request.add_generation_prompt,
             template_kwargs=request.template_kwargs,
         )
+
+    def _chat_prompt(self, request: ChatRequest) -> ChatPrompt:
+        tools = request.tools if request.tool_choice.kind != "none" else ()
+        ids = self._encode_chat(request, request.messages, tools)
         start = self.chat.start_of_answer(ids, with_tools=bool(tools))
         layout, constraint = self.chat.layout if tools else None, request.params.constraint
         if layout is not None:

@@ -73,7 +73,7 @@ def stream_chat(answers, texts, reason="stop", *, stream=NO_USAGE):
     """All chunks, with the choices interleaved."""
     chat = ChatStream(HEAD, answers, stream, num_choices=len(texts), prompt_tokens=7)
     for tokens in (4, 2):
-        chat.saw_cached(0, tokens)
+        chat.cached_tokens.saw(0, tokens)
     chunks = []
     for round_ in itertools.zip_longest(*map(pieces_of, texts)):
         for choice, piece in enumerate(round_):

@@ -55,6 +55,22 @@ def system_fingerprint(parts: Mapping[str, object]) -> str:
     return "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+class CachedTokens:
+    """Tokens of a request's prompts that were found in the cache."""
+
+    def __init__(self) -> None:
+        self._of_prompts: dict[int, int] = {}
+
+    def saw(self, prompt: int, tokens: int) -> None:
+        """So many of a prompt; of its answers, the one that found most counts."""
+        self._of_prompts[prompt] = max(tokens, self._of_prompts.get(prompt, 0))
+
+    @property
+    def total(self) -> int:
+        """Of all prompts."""
+        return sum(self._of_prompts.values())
+
+
 def usage(
     prompt_tokens: int, completion_tokens: int, *, cached_tokens: int = 0, reasoning_tokens: int | None = None
 ) -> dict[str, Any]:

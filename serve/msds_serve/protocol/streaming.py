@@ -16,7 +16,7 @@ from msds_serve.protocol.answers import AnswerDelta, AnswerOptions, finish_reaso
 from msds_serve.protocol.errors import ApiError
 from msds_serve.protocol.logprobs import LegacyLogprobs
 from msds_serve.protocol.requests import StreamOptions
-from msds_serve.protocol.responses import Head, join_legacy, usage
+from msds_serve.protocol.responses import CachedTokens, Head, join_legacy, usage
 
 if TYPE_CHECKING:
     from msds.engine.sampler import TokenLogprobs
@@ -47,11 +47,7 @@ class _Stream:
         self._options = options
         self._open = set(range(num_choices))
         self._prompt_tokens = prompt_tokens
-        self._cached_tokens: dict[int, int] = {}
-
-    def saw_cached(self, prompt: int, tokens: int) -> None:
-        """So many tokens of a prompt were found in the cache; of its answers, the one that found most counts."""
-        self._cached_tokens[prompt] = max(tokens, self._cached_tokens.get(prompt, 0))
+        self.cached_tokens = CachedTokens()
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -60,7 +56,7 @@ class _Stream:
         return usage(
             self._prompt_tokens,
             completion_tokens,
-            cached_tokens=sum(self._cached_tokens.values()),
+            cached_tokens=self.cached_tokens.total,
             reasoning_tokens=reasoning_tokens,
         )
 
